@@ -1,7 +1,7 @@
 """Text to batches: sources, tokenizer, token files, packed samples, and a loader whose position is one number.
 
-The names are imported when they are first used: a trained model's tokenizer needs no reader of files (pyarrow), and the
-many processes of ``titans prepare`` do without torch (200 MB each), which Loader alone needs.
+The names are imported on first use. A trained model's tokenizer then needs no pyarrow, and the many processes of
+``titans prepare`` do not load torch (200 MB each), which only Loader needs.
 """
 
 from importlib import import_module
@@ -45,7 +45,7 @@ _HOMES = {
     "sources": ("Document", "documents"),
     "tokenizers": ("StreamDecoder", "Tokenizer", "load_tokenizer", "saved_tokenizer", "train_tokenizer"),
 }
-"""File -> the names of it that this package exports."""
+"""Module -> the names that this package exports from it."""
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""Rows of .parquet, .jsonl and .txt files, in pieces that can be read without what comes before them."""
+"""Rows of .parquet, .jsonl and .txt files, in pieces that can be read independently."""
 
 import bz2
 import codecs
@@ -41,10 +41,10 @@ _HASHED = 1 << 22
 """Bytes that are hashed at once."""
 _NEWLINE = rb"(?>\r\n|\n|\r)"
 _COLUMNS = 20
-"""Names of columns that a message lists."""
+"""Most column names that a message lists."""
 _MARKS = {
     codecs.BOM_UTF32_LE: "UTF-32",
-    codecs.BOM_UTF32_BE: "UTF-32",  # first: UTF-16's begins as this one does
+    codecs.BOM_UTF32_BE: "UTF-32",  # UTF-32 comes first: its LE mark begins with the mark of UTF-16LE
     codecs.BOM_UTF16_LE: "UTF-16",
     codecs.BOM_UTF16_BE: "UTF-16",
 }
@@ -52,7 +52,7 @@ _MARKS = {
 
 @dataclass(frozen=True)
 class Rejected:
-    """Input that cannot be used: where it is, why, and what a user can do. Each is one line that UTF-8 can hold."""
+    """Input that cannot be used: its place, the reason, and a remedy. Each is one line of valid UTF-8."""
 
     where: str
     reason: str
@@ -68,12 +68,12 @@ class Rejected:
 
 @dataclass(frozen=True)
 class SourceRow:
-    """One row as it was read.
+    """One row of a source file.
 
     Attributes:
-        where: its place in words, for messages.
-        file, number: its place for a program: the row's number (.parquet) or the byte where it begins (.jsonl, .txt).
-        values: what it holds, by column.
+        where: place of the row in words, for messages.
+        file, number: place of the row for a program: row number (.parquet) or first byte (.jsonl, .txt).
+        values: column name -> value.
     """
 
     where: str
@@ -87,7 +87,7 @@ class Listing:
     """Files under the path of a kind=files source.
 
     Attributes:
-        files: all that is read, in reading order; unreadable files (:func:`obstacle`) are among them.
+        files: the files to read, in reading order, including unreadable ones (:func:`obstacle`).
         ignored: names, relative to the path, of files that are not read: other suffixes, hidden files and folders.
     """
 
@@ -142,14 +142,16 @@ def source_files(source: SourceConfig) -> list[Path]:
 
 
 def abridged(names: list[str], count: int | None = None, most: int = 8) -> str:
-    """The first names of a list, and how many more of ``count`` there are (None: the list has all)."""
+    """The first names of a list, and how many more there are of ``count`` (None: the list is complete)."""
     more = (count or len(names)) - most
     return ", ".join(map(one_line, names[:most])) + (f" and {more:,} more" if more > 0 else "")
 
 
 def _walk(folder: Path, above: tuple[tuple[int, int], ...]) -> Iterator[tuple[Path, bool]]:
-    """Yields (path, False) of every file under ``folder``, and (path, True) of the folders that cannot be entered:
-    hidden ones, unreadable ones, and links to one of ``above`` (device and inode), the folders that this one is in.
+    """Yields (path, False) for every file under ``folder``, and (path, True) for each folder that is not entered.
+
+    The latter are hidden folders, unreadable ones, and links to a folder that contains them (``above``: device and
+    inode of each).
     """
     try:
         here = _identity(folder)
@@ -180,11 +182,11 @@ def _is_folder(entry: os.DirEntry) -> bool:
 
 
 def _format(path: Path, named: bool = False) -> tuple[str, str] | None:
-    """(.txt, .jsonl or .parquet; suffix of the compression or ""), by the name of a file; None if it is not read.
+    """Format by file name: (.txt, .jsonl or .parquet; suffix of the compression or ""); None if it is not read.
 
     Args:
-        named: the path is the source's own, or was listed before. Then .json is also read; in a folder such a file
-            mostly describes the data.
+        named: the path is the source's own, or was listed before. Then .json is also read; inside a folder, a .json
+            file mostly describes the data.
     """
     stem, last = os.path.splitext(path.name.lower())
     compression = last if last in _OPEN else ""
@@ -223,8 +225,8 @@ def obstacles(source: SourceConfig) -> Iterator[Rejected]:
 def pieces(path: Path, source: SourceConfig, target: int) -> Iterator[tuple[int, int | None, int]]:
     """Yields (start, stop, bytes) of the pieces of a file, each of about ``target`` bytes where the format allows it.
 
-    Row groups of .parquet (bytes: of the uncompressed columns), bytes of .jsonl and of .txt with several documents.
-    A compressed file is one piece. An unreadable file is one piece: reading it will report what is wrong.
+    ``start`` and ``stop`` count row groups of .parquet (bytes: of the uncompressed columns), and bytes of .jsonl and of
+    .txt with several documents. A compressed file is one piece, and an unreadable one, whose reading reports the error.
     """
     if obstacle(path) or not os.access(path, os.R_OK):
         yield 0, None, 0
@@ -262,7 +264,7 @@ def pieces(path: Path, source: SourceConfig, target: int) -> Iterator[tuple[int,
 
 
 def rows(path: Path, source: SourceConfig, start: int, stop: int | None) -> Iterator[SourceRow | Rejected]:
-    """Rows of one piece of a file, in order. What cannot be read comes as :class:`Rejected` in its place."""
+    """Yields the rows of one piece of a file, in order, and :class:`Rejected` in place of unreadable input."""
     if rejected := obstacle(path) or _foreign_encoding(path, start):
         yield rejected
         return
@@ -278,7 +280,7 @@ def rows(path: Path, source: SourceConfig, start: int, stop: int | None) -> Iter
         yield Rejected(str(path), f"not UTF-8 at byte {error.start}", "convert or remove it")
     except (EOFError, OSError, zlib.error, lzma.LZMAError, pyarrow.ArrowException) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        if "too much memory for decoding" in reason:  # more than 128 MB of history; what the file says is not broken
+        if "too much memory for decoding" in reason:  # a window of more than 128 MB; the file is not damaged
             yield Rejected(
                 str(path),
                 "compressed with too long a window (zstd --long)",
@@ -289,9 +291,9 @@ def rows(path: Path, source: SourceConfig, start: int, stop: int | None) -> Iter
 
 
 def hash_piece(path: Path, start: int, stop: int | None, update: Callable[[bytes], None]) -> None:
-    """Hands the bytes of one of the :func:`pieces` of a file to ``update``; the pieces of a file have all its bytes.
+    """Passes the bytes of one of a file's :func:`pieces` to ``update``; the pieces together have all bytes of the file.
 
-    Nothing is handed where the file cannot be read.
+    Passes nothing if the file cannot be read.
     """
     if obstacle(path):
         return
@@ -311,13 +313,13 @@ def hash_piece(path: Path, start: int, stop: int | None, update: Callable[[bytes
 
 
 def _begin(footer: parquet.FileMetaData, group: int) -> int:
-    """The byte of a .parquet file where a row group begins; 0 for the first, whose piece has the file's head."""
+    """First byte of a row group in a .parquet file; 0 for the first group, whose piece includes the file's header."""
     columns = [footer.row_group(group).column(i) for i in range(footer.num_columns)] if group else []
     return min((column.dictionary_page_offset or column.data_page_offset for column in columns), default=0)
 
 
 def _foreign_encoding(path: Path, start: int) -> Rejected | None:
-    """Rejection of a text file in UTF-16 or UTF-32: it begins with their mark, or with every second byte NUL."""
+    """Rejects a text file in UTF-16 or UTF-32: it begins with a byte-order mark, or every second byte is NUL."""
     kind, compression = _format(path, named=True)
     if start or kind == ".parquet":
         return None
@@ -335,7 +337,7 @@ def _foreign_encoding(path: Path, start: int) -> Rejected | None:
 
 
 def _separator(source: SourceConfig) -> re.Pattern[bytes] | None:
-    """Separator of the documents of a source's .txt files, with lines of any system; None: no separator."""
+    """Pattern of the separator of documents in a source's .txt files, with any line ends; None: no separator."""
     root = Path(source.path)
     lone = root.is_file() and (_format(root) or ("", ""))[0] == ".txt"
     separator = "\n\n" * lone if source.separator is None else source.separator
@@ -344,7 +346,7 @@ def _separator(source: SourceConfig) -> re.Pattern[bytes] | None:
 
 
 def _txt(path: Path, source: SourceConfig, start: int, stop: int | None) -> Iterator[SourceRow | Rejected]:
-    """The documents of a .txt file that begin in [start, stop), both of which are where documents begin."""
+    """Yields the documents of a .txt file that begin in [start, stop); documents begin at both bounds."""
     separator = _separator(source)
     if separator is None:
         with _opened(path) as file:
@@ -360,14 +362,14 @@ def _txt(path: Path, source: SourceConfig, start: int, stop: int | None) -> Iter
     for begin, end in zip(begins, ends, strict=True):
         document = text[begin:end].strip(b"\r\n")
         if not document or document.isspace():
-            continue  # an empty line more, or the end of the file
+            continue  # an extra empty line, or the end of the file
         where = f"{path}, document at byte {start + begin}"
         try:
             value = document.decode("utf-8" if start + begin else "utf-8-sig")
         except UnicodeDecodeError as error:
             yield Rejected(where, f"not UTF-8 at byte {error.start} of it", "convert or remove it")
         else:
-            value = value.replace("\r\n", "\n").replace("\r", "\n")  # as a file that is one document is read
+            value = value.replace("\r\n", "\n").replace("\r", "\n")  # as for a file that is one document
             yield SourceRow(where, str(path), start + begin, {source.text_column: value})
 
 
@@ -417,7 +419,7 @@ def _opened(path: Path):
 
 
 def _arrow(path: Path) -> pyarrow.OSFile:
-    """A file for pyarrow, which does not open by name what is not UTF-8."""
+    """Opens a file for pyarrow, which cannot open a name that is not UTF-8."""
     return pyarrow.OSFile(os.fsencode(path))
 
 
@@ -448,7 +450,7 @@ def _parquet(path: Path, source: SourceConfig, start: int, stop: int | None) -> 
                         where = f"{path}, row {number}"
                         if isinstance(values, UnicodeDecodeError):
                             yield Rejected(where, f"not UTF-8 at byte {values.start}", "repair or remove the row")
-                        elif isinstance(values, Exception):  # such as a time that Python has none for
+                        elif isinstance(values, Exception):  # such as a time that Python cannot represent
                             yield Rejected(
                                 where,
                                 f"a value that cannot be read ({values})",
@@ -468,7 +470,7 @@ def _parquet(path: Path, source: SourceConfig, start: int, stop: int | None) -> 
 
 
 def _objects(batch: pyarrow.RecordBatch) -> Iterator[dict | ValueError | OverflowError]:
-    """The rows of a batch; the error in place of one that Python has no value for, such as text that is not UTF-8."""
+    """Yields the rows of a batch, or the error for a row that Python cannot represent, such as text not in UTF-8."""
     try:
         yield from batch.to_pylist()
     except (ValueError, OverflowError):
@@ -480,7 +482,7 @@ def _objects(batch: pyarrow.RecordBatch) -> Iterator[dict | ValueError | Overflo
 
 
 def missing(where: str, column: str, source: SourceConfig, there: list[str]) -> Rejected:
-    """A row or a file that lacks a column which ``source`` names."""
+    """Rejects a row or a file without the column ``column``, which ``source`` names."""
     columns = abridged(there, most=_COLUMNS) or "none"
     if column == source.text_column:
         return Rejected(

@@ -17,7 +17,7 @@ ROWS = 50_000
 
 
 def files(source: SourceConfig) -> list[str]:
-    """Addresses of the dataset's files, the commit in them where it is on the hub.
+    """Addresses of the dataset's files; for a dataset on the hub they contain the commit.
 
     Raises:
         UserError: no such dataset, configuration or split.
@@ -40,7 +40,7 @@ def version(source: SourceConfig) -> list:
 
 
 def cached(source: SourceConfig) -> bool:
-    """Whether all that can be read is a copy in the cache of ``datasets``: the hub is down, or HF_HUB_OFFLINE is set.
+    """Whether only a copy in the cache of ``datasets`` can be read: the hub is down, or HF_HUB_OFFLINE is set.
 
     Raises:
         UserError: no such dataset. Unreachable: neither the hub nor a copy.
@@ -50,7 +50,7 @@ def cached(source: SourceConfig) -> bool:
 
 
 def cached_version(source: SourceConfig) -> list:
-    """:func:`version` of that copy: the commit that it is of."""
+    """:func:`version` of the cached copy: its commit."""
     with _explained(source):
         builder = _builder(source)
         return [builder.cache_dir.removeprefix(str(datasets.config.HF_DATASETS_CACHE)), builder.hash]
@@ -99,10 +99,10 @@ def rows(source: SourceConfig, file: str, start: int, stop: int) -> Iterator[Sou
 
 
 def _streams(source: SourceConfig) -> bool:
-    """Whether a source is read over the network as it is needed.
+    """Whether a source is streamed over the network.
 
     Raises:
-        UserError: it should be, the hub cannot be reached, and its copy in the cache is not what is asked for.
+        UserError: it should be streamed, but the hub cannot be reached and the cached copy is not the requested data.
     """
     if source.streaming and cached(source):
         if source.max_files:
@@ -129,7 +129,7 @@ def _builder(source: SourceConfig):
 
 @lru_cache(8)
 def _load(path: str, name: str | None, split: str, revision: str | None, streaming: bool):
-    builder = _load_builder(path, name, revision)  # load_dataset would make another, which asks the hub again
+    builder = _load_builder(path, name, revision)  # load_dataset would make another builder, which asks the hub again
     if streaming:
         return builder.as_streaming_dataset(split=split)
     builder.download_and_prepare()
@@ -142,7 +142,7 @@ def _dataset(source: SourceConfig, streaming: bool):
 
 @contextlib.contextmanager
 def _explained(source: SourceConfig):
-    """The errors of ``datasets`` and its network layers have no common class: they become one line of ours."""
+    """Turns errors of ``datasets`` and its network layers, which have no common class, into one-line errors of ours."""
     try:
         yield
     except (UserError, MemoryError):

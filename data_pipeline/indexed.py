@@ -31,7 +31,7 @@ MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
 DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
 PAGE = 4096
-"""Bytes of .bin that have a checksum of their own, so that a sample costs no more reading than before."""
+"""Bytes of .bin per checksum: a page, so that checking a sample reads hardly more than the sample."""
 _REMEDY = "copy it again, or make the token files again with: titans prepare CONFIG --force"
 SUFFIXES = (".bin", ".idx", ".crc32")
 _PIECE = 1 << 20
@@ -58,7 +58,7 @@ class IndexedWriter:
 
     Raises:
         OSError: from any method, when the disk is full or the folder not writable.
-        ValueError: from ``add`` and ``extend``, for ids beyond vocab_size, which the file might take for others.
+        ValueError: from ``add`` and ``extend``, for ids beyond vocab_size, which the dtype might turn into others.
     """
 
     def __init__(self, prefix: str | Path, vocab_size: int):
@@ -67,7 +67,8 @@ class IndexedWriter:
         self._dtype = np.dtype(DTYPES[self._code])
         self._count = 0
         self._hash = hashlib.sha256()
-        self._pages, self._page, self._filled = array("I"), 0, 0  # checksums; that of the page in work, and its bytes
+        # Checksums of full pages; checksum and length of the current page.
+        self._pages, self._page, self._filled = array("I"), 0, 0
         self._bin = open(self._part(".bin"), "wb")  # noqa: SIM115  closed by finish and abort
         self._idx = open(self._part(".idx"), "w+b")  # noqa: SIM115
         self._idx.seek(HEADER.size)  # the counts in the header are known only at the end
@@ -91,7 +92,7 @@ class IndexedWriter:
         self.extend(np.asarray(ids, None if len(ids) else self._dtype), np.array([len(ids)]))
 
     def extend(self, tokens: np.ndarray, sizes: np.ndarray) -> None:
-        """Appends ``len(sizes)`` documents of these lengths, whose tokens are (sizes.sum(),) one after another."""
+        """Appends ``len(sizes)`` documents of these lengths; ``tokens`` (sizes.sum(),) are theirs, concatenated."""
         if len(tokens) and not (tokens.min() >= 0 and tokens.max() < self._vocab_size):
             raise ValueError(f"{self._prefix}: ids from {tokens.min()} to {tokens.max()}, must be 0 to "
                              f"{self._vocab_size - 1}")  # fmt: skip
@@ -103,7 +104,7 @@ class IndexedWriter:
         self._count += len(sizes)
 
     def _note(self, data: memoryview) -> None:
-        """Carries the checksums of the pages on."""
+        """Updates the checksums of the pages with ``data``."""
         while data:
             part = data[: PAGE - self._filled]
             self._page, self._filled = zlib.crc32(part, self._page), self._filled + len(part)
@@ -113,7 +114,7 @@ class IndexedWriter:
             data = data[len(part) :]
 
     def finish(self) -> None:
-        """Completes the index and gives the files their names; on failure removes what it wrote under other names."""
+        """Completes the index and gives the files their final names; on failure removes the temporary files."""
         try:
             self._bin.close()
             flush_to_disk(self._part(".bin"))
@@ -144,7 +145,7 @@ class IndexedWriter:
     def abort(self) -> None:
         """Removes what was written."""
         for file in (self._bin, self._idx):
-            with contextlib.suppress(OSError):  # a full disk refuses the buffered rest, which goes anyway
+            with contextlib.suppress(OSError):  # a full disk refuses the buffered rest, which is dropped anyway
                 file.close()
         for suffix in SUFFIXES:
             self._part(suffix).unlink(missing_ok=True)
@@ -162,11 +163,11 @@ class IndexedDataset:
 
     Args:
         vocab_size: ids that are read must be in [0, vocab_size); None: any.
-        checked: PREFIX.crc32 is there, and tokens that are read must be what it says.
+        checked: PREFIX.crc32 exists, and tokens that are read must match it.
 
     Raises:
-        UserError: a file is missing, truncated, or not of this format; from all that read tokens: the part of the file
-            that they are in is damaged.
+        UserError: a file is missing, truncated, or not of this format; from methods that read tokens: their part of the
+            file is damaged.
     """
 
     def __init__(self, path_prefix: str | Path, vocab_size: int | None = None, checked: bool = False):
@@ -201,7 +202,7 @@ class IndexedDataset:
         self._vocab_size, self._pages = vocab_size, self._checksums() if checked else None
 
     def _checksums(self) -> np.ndarray:
-        """u32, of each PAGE of .bin."""
+        """Checksum of each PAGE of .bin, u32."""
         path = self.prefix.with_name(f"{self.prefix.name}.crc32")
         try:
             pages = np.fromfile(path, "<u4")
@@ -212,7 +213,7 @@ class IndexedDataset:
         return pages
 
     def _check(self, idx: Path, documents: np.ndarray) -> int:
-        """Tokens in all, if sizes, pointers and documents agree."""
+        """Checks that sizes, pointers and documents agree; returns the number of tokens."""
         tokens, sound = 0, len(documents) > 0 and documents[0] == 0 and documents[-1] == len(self._sizes)
         for start in range(0, len(self._sizes), _PIECE):
             sizes = self._sizes[start : start + _PIECE].astype(np.int64)
@@ -253,9 +254,10 @@ class IndexedDataset:
         return tokens
 
     def _check_pages(self, start: int, stop: int) -> None:
-        """
+        """Compares the pages of tokens [start, stop) with their checksums.
+
         Raises:
-            UserError: the pages of tokens [start, stop) are not as they were written.
+            UserError: a page differs from what was written.
         """
         size, content = self.dtype.itemsize, self._stream.view(np.uint8)
         for page in range(start * size // PAGE, -(-stop * size // PAGE)):
@@ -288,7 +290,7 @@ def document_begins(document_starts: Sequence[int], start: int, length: int) -> 
 
 
 class _DocumentStarts(Sequence):
-    """Computed on demand: an array would cost eight bytes per document in every process."""
+    """Starts computed on demand: an array would cost eight bytes per document in every process."""
 
     def __init__(self, dataset: IndexedDataset, documents: np.ndarray):
         self._dataset, self._documents = dataset, documents

@@ -28,18 +28,18 @@ def inspect_data(
     documents: int = 3,
     verify: bool = False,
 ) -> None:
-    """Prints what the token files of ``config`` hold; or with ``sample`` or ``step`` what training sees there.
+    """Prints a report on the token files of ``config``, or with ``sample`` or ``step`` the samples of training there.
 
     Args:
-        sample: position in the order of training: samples consumed before it.
-        step: optimiser step, from 1; its batch begins at sample (step - 1) * batch_tokens / seq_len, if no step before
-            it had another train.batch_tokens.
+        sample: position in the order of training: the number of samples consumed before it.
+        step: optimiser step, from 1; its batch begins at sample (step - 1) * batch_tokens / seq_len, if all
+            earlier steps had the same train.batch_tokens.
         count: samples to show from ``sample`` on.
         documents: documents of each stream to show, evenly spaced.
         verify: first read every file of data.dir and compare it with the manifest's checksums.
 
     Raises:
-        UserError: no token files, or of other settings; a checksum that differs.
+        UserError: no token files, or files made with other settings; a checksum that differs.
     """
     folder = Path(config.data.dir)
     if verify and (manifest := read_manifest(folder)):
@@ -116,7 +116,7 @@ def _print_totals(config: Config, files: TokenFiles) -> None:
 
 
 def _print_lengths(stream: IndexedDataset) -> None:
-    """Histogram by powers of two."""
+    """Prints a histogram of document lengths by powers of two."""
     counts = np.zeros(32, np.int64)
     for lengths in stream.lengths():
         counts += np.bincount(np.frexp(np.maximum(lengths, 1))[1] - 1, minlength=32)
@@ -146,7 +146,7 @@ def _print_document(stream: IndexedDataset, j: int, ids: np.ndarray, tokenizer: 
 
 
 def _print_sample(samples: PackedSamples | Mixture, position: int, tokenizer: Tokenizer) -> None:
-    """Prints the origin of a sample and its documents as training reads them: on the other strand the last is first."""
+    """Prints the origin of a sample and its documents as training reads them: last one first on the other strand."""
     found, (ids, *_) = samples.describe(position), samples.sample(position)
     stream, turned = samples.stream(position), "other_strand" in found
     start, stop = found["tokens"]
@@ -167,7 +167,7 @@ def _verify(folder: Path, manifest: dict) -> None:
     """Prints a line for each file of ``folder`` that training or inspection reads.
 
     Raises:
-        UserError: one is not as it was written.
+        UserError: a file differs from what was written.
     """
     wrong, listed = damage(folder, manifest), manifest.get("files", {})
     for name, written in listed.items():

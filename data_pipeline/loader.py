@@ -59,12 +59,12 @@ class Loader:
 
 
 def collate(samples: Sequence[tuple[np.ndarray, ...]]) -> tuple[torch.Tensor, ...]:
-    """The samples' first arrays stacked, their second ones, ..."""
+    """Stacks the samples' first arrays, their second arrays, and so on."""
     return tuple(torch.from_numpy(np.stack(part)) for part in zip(*samples, strict=True))
 
 
 def _indivisible(batch_samples: int, micro_batch: int, world_size: int, seq_len: int) -> str:
-    """Remedy for a batch that does not divide: a smaller micro-batch where one does, or another batch."""
+    """Remedy for a batch that does not divide: a smaller micro-batch if one divides it, or another batch."""
     together = micro_batch * world_size
     remedy = f"set train.batch_tokens={-(-batch_samples // together) * together * seq_len}"
     share, rest = divmod(batch_samples, world_size)

@@ -23,7 +23,7 @@ _NEEDED = ("settings", "content", "tokenizer_sha256", "vocab_size", "splits")
 """Entries that the manifests of all these formats have."""
 _REMEDY = "copy it again, or make the token files again with: titans prepare CONFIG --force"
 _NEWER = ("data.near_duplicates", "data.validation_sources")
-"""Settings that a manifest has only if they are given: as before there were such."""
+"""Settings that a manifest has only if they are given, as in manifests from before these settings existed."""
 
 
 def read_manifest(folder: Path) -> dict | None:
@@ -50,7 +50,7 @@ def damage(folder: Path, manifest: dict, names: Iterable[str] | None = None, rea
     """Problems of the files that a manifest lists: {name: problem}, empty where every byte is as written.
 
     Args:
-        names: of the files to look at; None: all that are listed. Files that the manifest does not list are not read.
+        names: the files to check; None: all listed files. Files that the manifest does not list are not read.
         read: False compares sizes alone.
     """
     found, listed = {}, manifest.get("files", {})
@@ -69,9 +69,10 @@ def damage(folder: Path, manifest: dict, names: Iterable[str] | None = None, rea
 
 
 def refuse_damage(folder: Path, found: dict[str, str]) -> None:
-    """
+    """Refuses damaged files.
+
     Raises:
-        UserError: ``found`` by :func:`damage` in ``folder`` is not empty; names the files.
+        UserError: ``found``, from :func:`damage` in ``folder``, is not empty; names the files.
     """
     if found:
         name, problem = next(iter(found.items()))
@@ -84,7 +85,7 @@ def changed_setting(manifest: dict, config: Config) -> str | None:
     if manifest.get("format") not in READABLE:
         return f"file format {manifest.get('format')}, this version writes {FORMAT}"
     made = dict(manifest["settings"])
-    with contextlib.suppress(ValidationError):  # of an earlier version: settings that are new since have their defaults
+    with contextlib.suppress(ValidationError):  # settings newer than the manifest take their defaults
         keys = ("sources", "tokenizer", "validation_fraction", "near_duplicates", "validation_sources")
         old = DataConfig.model_validate({key: made[f"data.{key}"] for key in keys if f"data.{key}" in made})
         made = content_settings(old, made["model.vocab_size"]) | {"mixture": made.get("mixture", False)}
@@ -100,7 +101,7 @@ def changed_setting(manifest: dict, config: Config) -> str | None:
 
 
 def _equal(then: Any, now: Any, path: bool = False) -> bool:
-    """Whether two settings are one; their paths may be spelled in two ways."""
+    """Whether two settings are equal; paths may be spelled differently."""
     if isinstance(then, list) and isinstance(now, list):
         return len(then) == len(now) and all(map(_equal, then, now))
     if isinstance(then, dict) and isinstance(now, dict):
@@ -110,7 +111,7 @@ def _equal(then: Any, now: Any, path: bool = False) -> bool:
 
 
 def _one_file(then: str, now: str) -> bool:
-    """``./a``, ``a`` and ``/b/a`` are one: which folder a relative path counted from is not known any more."""
+    """Whether two paths may be one file: ``./a``, ``a`` and ``/b/a`` may, as the folder of ``a`` is not recorded."""
     if os.path.abspath(then) == os.path.abspath(now):
         return True
     short, long = sorted((Path(os.path.normpath(path)) for path in (then, now)), key=Path.is_absolute)
@@ -124,9 +125,9 @@ def streams(data: DataConfig) -> list[str]:
 
 
 def content_settings(data: DataConfig, vocab_size: int) -> dict:
-    """The settings that decide what is in the token files, by path. Weights may change without making them again.
+    """Settings that determine the content of token files, by path. Weights may change without preparing again.
 
-    vocab_size: the tokenizer's entries.
+    vocab_size: number of the tokenizer's entries.
     """
     newer = [data.near_duplicates, [_source(source) for source in data.validation_sources]]
     return _clean(

@@ -43,9 +43,9 @@ def merge(
         near: data.near_duplicates.
 
     Returns:
-        Of the manifest: source_sha256 (see :func:`hash_parts`), files (bytes and sha256 of each .bin), splits
+        Entries of the manifest: source_sha256 (see :func:`hash_parts`), files (bytes and sha256 of each .bin), splits
         (documents, tokens, characters), dropped (empty, duplicate, with ``near`` near_duplicate, filtered, rejected),
-        round_trip, letters (of FASTA files, those that are not A, C, G or T: how often each was there),
+        round_trip, letters (counts of letters other than A, C, G and T in FASTA files),
         unigram_loss.
 
     Raises:
@@ -111,14 +111,14 @@ def merge(
 
 
 def hash_parts(hashes: Iterable[str]) -> str:
-    """SHA-256 (hex) of what all parts were read from, given that of each."""
+    """SHA-256 (hex) of the bytes that all parts were read from, given the hash of each part."""
     return hashlib.sha256("".join(hashes).encode()).hexdigest()
 
 
 def unigram_loss(train: np.ndarray, validation: np.ndarray) -> float:
-    """Mean nats per token of ``validation`` under the frequencies of ``train``, each raised by one.
+    """Mean nats per token of ``validation`` under the frequencies of ``train``, each count raised by one.
 
-    Both are int64 (vocab_size,), how often each token occurs. What a model must beat to use any context at all.
+    Both are int64 (vocab_size,), how often each token occurs. A model that uses any context must beat this loss.
     """
     log_p = np.log((train + 1) / (train.sum() + len(train)))
     return float(-(validation @ log_p) / validation.sum())
@@ -163,7 +163,7 @@ def _duplicates(folder: Path, sizes: list[int], out: Path) -> np.ndarray:
 
 
 def _near_duplicates(folder: Path, parts: int, out: Path, duplicate: np.ndarray, threshold: float) -> int:
-    """Marks in ``duplicate`` what is like an earlier document; returns how many."""
+    """Marks in ``duplicate`` the documents that resemble an earlier one; returns how many."""
     path = out / "sketches"
     with open(path, "wb") as whole:
         for index in range(parts):
@@ -242,14 +242,14 @@ class _StreamWriter:
         self._flush(ROW_GROUP)
 
     def _flush(self, least: int) -> None:
-        """Writes the rows that wait, if there are ``least`` of them: small parts would make small row groups."""
+        """Writes the waiting rows if there are at least ``least``: small parts would make small row groups."""
         if sum(map(len, self._rows)) >= least:
             self._documents.write_table(pyarrow.concat_tables(self._rows), row_group_size=ROW_GROUP)
             self._rows = []
 
 
 def _write_rejected(summaries: list[dict], out: Path) -> int:
-    """Lists what was left out, one JSON object per line; returns how many. No file if there are none."""
+    """Lists rejected input in a file, one JSON object per line; returns how many. Writes no file if there is none."""
     rejected = [item for summary in summaries for item in summary["rejected"]]
     if rejected:
         (out / REJECTED).write_text("".join(json.dumps(item) + "\n" for item in rejected), encoding="utf-8")

@@ -1,8 +1,8 @@
 """Near-duplicates: documents that share most of their sequences of five tokens with an earlier one.
 
-A document's sketch is its MinHash (Broder 1997), made by rensa: two sketches agree at about as many of their places as
-the documents share of their sequences (Jaccard). Only documents whose sketches agree at all places of some band are
-compared (locality-sensitive hashing): narrow bands hardly ever miss a pair at the threshold.
+A document's sketch is its MinHash (Broder 1997), made by rensa. The share of places at which two sketches agree
+estimates the Jaccard similarity of the documents' sequences. Only documents whose sketches agree at all
+places of some band are compared (locality-sensitive hashing): narrow bands hardly ever miss a pair at the threshold.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ _FACTORS = np.array(
 
 
 def sketch(documents: Sequence[np.ndarray]) -> np.ndarray:
-    """uint32 (documents, PLACES): the MinHash of the token ids of each. A short one is one sequence.
+    """MinHash of each document's token ids, uint32 (documents, PLACES). A short document is one sequence.
 
     Raises:
         UserError: rensa is not installed.
@@ -44,7 +44,7 @@ def sketch(documents: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def _sequences(ids: np.ndarray) -> np.ndarray:
-    """uint64: a hash of each sequence of SEQUENCE ids."""
+    """Hash of each sequence of SEQUENCE ids, uint64."""
     ids = np.pad(ids, (0, max(0, SEQUENCE - len(ids)))).astype(np.uint64) + np.uint64(1)
     found = np.zeros(len(ids) - SEQUENCE + 1, np.uint64)
     for place, factor in enumerate(_FACTORS):
@@ -55,13 +55,13 @@ def _sequences(ids: np.ndarray) -> np.ndarray:
 
 
 def mark(path: Path, duplicate: np.ndarray, threshold: float) -> int:
-    """Sets ``duplicate`` where a document is like an earlier one; returns how many were not set before.
+    """Sets ``duplicate`` for documents that resemble an earlier one; returns how many were not set before.
 
-    Sixteen bytes a document are held in memory, and the sketches that are compared at a time.
+    Memory: sixteen bytes per document, and the sketches that are compared at a time.
 
     Args:
         path: sketches of all documents, in order. duplicate: uint8 (documents,).
-        threshold: least Jaccard, as far as the sketches tell.
+        threshold: least Jaccard similarity, as estimated by the sketches.
     """
     before = np.count_nonzero(duplicate)
     if not len(duplicate) or not path.stat().st_size:  # an empty file cannot be mapped
@@ -77,7 +77,7 @@ def mark(path: Path, duplicate: np.ndarray, threshold: float) -> int:
         band = band[order]
         new = np.flatnonzero(np.concatenate([[True], band[1:] != band[:-1]]))  # where a group of equals begins
         first = order[np.repeat(new, np.diff([*new, len(order)]))]
-        for others in (first[1:], order[:-1]):  # a group's first, and the one before, unless that is of another group
+        for others in (first[1:], order[:-1]):  # the group's first, and the previous one of the same group
             pairs = np.flatnonzero((first[1:] == first[:-1]) & (duplicate[order[1:]] == 0))
             for some in np.array_split(pairs, -(-len(pairs) // 100_000) or 1):
                 here, there = order[1:][some], others[some]
@@ -87,6 +87,6 @@ def mark(path: Path, duplicate: np.ndarray, threshold: float) -> int:
 
 
 def band_width(threshold: float) -> int:
-    """Places of a band: the most with which a pair at ``threshold`` is compared with a chance of FOUND."""
+    """Places of a band: the most for which a pair at ``threshold`` is compared with probability FOUND."""
     widths = [width for width in (1, 2, 4, 8, 16, 32, 64, 128) if PLACES % width == 0]
     return max(w for w in widths if w == 1 or 1 - (1 - threshold**w) ** (PLACES // w) >= FOUND)

@@ -28,9 +28,9 @@ class TokenFiles:
     """Token files that ``titans prepare`` left in data.dir.
 
     Attributes:
-        train: its streams of tokens: one, or one per source where these have weights.
+        train: the training streams: one, or one per source if the sources have weights.
         fingerprint: hash (hex) of tokens, tokenizer and weights; equal for equal content in any folder. A run that
-            continued with another would repeat samples or leave some out.
+            continued with another fingerprint would repeat samples or leave some out.
     """
 
     train: tuple[IndexedDataset, ...]
@@ -44,13 +44,13 @@ class TokenFiles:
         """Maps the token files of ``config``.
 
         Args:
-            remedy: for files that were made with other settings; "": that of a training.
+            remedy: advice about files that were made with other settings; "": the advice for training.
 
-        Index and tokenizer are compared with the manifest's checksums here, tokens with their page's whenever they are
-        read. Files of earlier versions have fewer checksums.
+        Index and tokenizer are compared with the manifest's checksums here, tokens with the checksums of their pages
+        whenever they are read. Files of earlier versions have fewer checksums.
 
         Raises:
-            UserError: there are none, they were made with other settings, or a file is broken.
+            UserError: there are no token files, they were made with other settings, or a file is broken.
         """
         folder, where = Path(config.data.dir), f"data.dir={config.data.dir}"
         manifest = read_manifest(folder)
@@ -68,8 +68,9 @@ class TokenFiles:
 
     @classmethod
     def of_another_text(cls, config: Config, folder: Path) -> "TokenFiles | None":
-        """Maps the validation tokens of ``folder``, whatever text and settings they were made of, as :meth:`open` does;
-        None if there are none.
+        """Maps the validation tokens of ``folder`` as :meth:`open` does, whatever text and settings they were made of.
+
+        Returns None if there are none.
 
         Raises:
             UserError: a file is broken.
@@ -94,7 +95,7 @@ class TokenFiles:
         return Mixture(packed, [source.weight for source in config.data.sources])
 
     def validation_samples(self, config: Config) -> "PackedSamples":
-        """Validation's samples of data.seq_len tokens, always in the same order.
+        """Validation samples of data.seq_len tokens, always in the same order.
 
         Raises:
             UserError: validation is shorter than one sample.
@@ -139,7 +140,7 @@ def _opened(config: Config, folder: Path, manifest: dict, names: list[str]) -> t
     path = saved_tokenizer(folder)
     at_once = [path.name, "tokenizer_config.json", *(f"{name}{suffix}" for name in names for suffix in CHECKED)]
     refuse_damage(folder, damage(folder, manifest, at_once))
-    if not path.is_file() or sha256(path) != manifest["tokenizer_sha256"]:  # a damaged one can end the process
+    if not path.is_file() or sha256(path) != manifest["tokenizer_sha256"]:  # a damaged tokenizer can end the process
         raise UserError(
             f"{path}: not the tokenizer that made the token files next to it; "
             "put it back, or run: titans prepare CONFIG --force"
@@ -159,8 +160,8 @@ class PackedSamples:
 
     Args:
         dataset: the stream. seq_len: T. shuffle: False gives the order of the stream.
-        complement: id -> id of the other strand's base, int64: half of the samples are read from that strand, its end
-            first. None: none is.
+        complement: id -> id of the complementary base, int64. Half of the samples are then read from the other strand,
+            its end first. None: no sample is.
 
     Raises:
         UserError: fewer than T + 1 tokens.
@@ -185,7 +186,7 @@ class PackedSamples:
         return self._n
 
     def index(self, position: int) -> int:
-        """Number n, in the stream, of the sample at ``position`` >= 0, counted over all epochs."""
+        """Number n in the stream of the sample at ``position`` >= 0, which counts over all epochs."""
         epoch, i = divmod(position, self._n)
         return int(self._permutation(epoch)[i]) if self.shuffle else i
 
@@ -200,10 +201,10 @@ class PackedSamples:
         ids, starts = self.dataset.read(start, stop).astype(np.int64), self.dataset.document_starts
         if not self._turned(position):
             return ids, document_begins(starts, start, self.seq_len)
-        # Read backwards, a document begins behind the eos of the one before it in the stream's order: the token at i
-        # does where the stream has an eos at i + 1, which is where a document begins at i + 2.
+        # Read backwards, a document's eos comes first, and the token after it begins the document. The token at i
+        # begins one if the stream has an eos at i + 1, that is, if a document of the stream begins at i + 2.
         reset = document_begins(starts, start + 3, self.seq_len)[::-1].copy()
-        reset[1:2] |= stop == self.dataset.tokens  # behind the stream's last eos no document begins
+        reset[1:2] |= stop == self.dataset.tokens  # the stream's last eos, behind which no document begins
         return self.complement[ids[::-1]], reset
 
     def stream(self, position: int) -> IndexedDataset:
@@ -236,9 +237,9 @@ class PackedSamples:
         return start, start + self.seq_len + 1
 
     def _permutation(self, epoch: int) -> np.ndarray:
-        """uint32 or int64 (samples,): 15 MB for 15B tokens in samples of 4096.
+        """Order of an epoch's samples, uint32 or int64 (samples,): 15 MB for 15B tokens in samples of 4096.
 
-        The stream of RandomState is frozen by NumPy's policy: the same for all versions.
+        NumPy's policy freezes the numbers of RandomState: they are the same in all versions.
         """
         cached = self._order  # read once: the loader's thread may replace it
         if cached is None or cached[0] != epoch:
@@ -256,13 +257,13 @@ def on_other_strand(seed: int, position: int) -> bool:
 class Mixture:
     """Samples of several streams by weight, in an order that is a function of (weights, position).
 
-    The heaviest stream takes its share of all positions, evenly spaced; the next its share of those that are left, down
-    to the lightest. In ANY window of n positions a stream with share w of the weight has n * w samples, off by less
-    than 1 with two streams and less than 2 + ln(k) with k. Each stream goes through its own epochs. Nothing is kept in
-    memory.
+    The heaviest stream takes its share of all positions, evenly spaced. The next stream takes its share of the
+    remaining positions, and so on down to the lightest. In ANY window of n positions, a stream with share w of the
+    weight has n * w samples, off by less than 1 with two streams and by less than 2 + ln(k) with k streams. Each stream
+    goes through its own epochs. Nothing is kept in memory.
 
     Args:
-        streams: samples of the same length. weights: of each, relative to one another.
+        streams: samples of the same length. weights: relative weight of each stream.
     """
 
     def __init__(self, streams: list[PackedSamples], weights: list[float]):
@@ -296,7 +297,7 @@ class Mixture:
         return self.streams[self.locate(position)[0]].dataset
 
     def describe(self, position: int) -> dict:
-        """Origin of a sample: see :meth:`PackedSamples.describe`. ``position`` is that in the mixture, epoch and sample
-        are the stream's."""
+        """Origin of a sample: see :meth:`PackedSamples.describe`. ``position`` counts in the mixture, epoch and
+        sample in the stream."""
         stream, own = self.locate(position)
         return self.streams[stream].describe(own) | {"position": position}

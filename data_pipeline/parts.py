@@ -1,6 +1,6 @@
-"""Parts of the text to tokens, by many processes. A part is complete when its .json exists: that is written last.
+"""Tokenising parts of the text in many processes. A part is complete when its .json exists, which is written last.
 
-part-NNNNNN.bin holds the tokens of all its documents, duplicates and held-out ones among them; part-NNNNNN.parquet has
+part-NNNNNN.bin holds the tokens of all its documents, including duplicates and held-out ones; part-NNNNNN.parquet has
 one row per document (see SCHEMA), part-NNNNNN.json the counts; with data.near_duplicates part-NNNNNN.sketches has a
 sketch of each document (near_duplicates.py). Their content does not depend on which process wrote it.
 """
@@ -53,16 +53,16 @@ FORMAT = 4
 """Parts of another format are not continued. Since 2 the ids of kind=indexed are hashed without bos and eos; since 3
 characters are int64; since 4 text beside kind=indexed is hashed by its ids."""
 LONGEST = 2**31 - 1
-"""Tokens of a document: their number is an int32."""
+"""Most tokens of a document: their number is an int32."""
 ROW_GROUP = 8192
-"""Documents per row group: it is read whole to find one of them, and merged at once."""
+"""Documents per row group. A group is read whole to find one document, and merged at once."""
 CHECKED = (".parquet", ".sketches")
-"""Files of a part whose checksum is in its summary besides that of .bin."""
+"""Files of a part, besides .bin, whose checksums are in its summary."""
 _BATCH_CHARACTERS = 1_000_000
 """Text that is tokenised at once."""
 
 Report = Callable[[int, int, int, int], None]
-"""Adds to what is shown: documents, tokens; bytes and tokens of parts that are finished."""
+"""Adds to the progress that is shown: documents, tokens; bytes and tokens of finished parts."""
 
 
 @dataclass(frozen=True)
@@ -82,8 +82,8 @@ def part_path(folder: Path, index: int, suffix: str) -> Path:
 
 def read_summary(folder: Path, index: int) -> dict | None:
     """Counts of a part: documents, tokens, sha256 of .bin, source_sha256 (of the bytes it was read from),
-    empty, filtered, rejected, round_trip (documents decoded again: tried, equal), files (sha256 of the others by
-    suffix). None for a part that is incomplete or damaged: it is then written again."""
+    empty, filtered, rejected, round_trip (documents decoded again: tried, equal), files (sha256 of its other
+    files by suffix). None for a part that is incomplete or damaged, and is then written again."""
     try:
         return unseal(part_path(folder, index, ".json").read_bytes())
     except (FileNotFoundError, ValueError):
@@ -91,7 +91,7 @@ def read_summary(folder: Path, index: int) -> dict | None:
 
 
 def write_parts(job: Job, parts: dict[int, Part], workers: int) -> None:
-    """Writes those of ``parts`` (by their number) that are not complete, with ``workers`` cores.
+    """Writes the incomplete ones of ``parts`` (number -> part) on ``workers`` cores.
 
     Raises:
         UserError: unusable input; a process was killed. Complete parts stay.
@@ -141,8 +141,8 @@ def _in_processes(job: Job, todo: list[tuple[int, Part]], processes: int, progre
 
 
 def _work(job: Job, todo: list[tuple[int, Part]], following, counters, failures) -> None:
-    """One process: takes the next part until there is none."""
-    os.environ.setdefault("RAYON_NUM_THREADS", str(job.threads))  # rensa's, which would take all cores
+    """Main loop of one process: takes the next part until there is none."""
+    os.environ.setdefault("RAYON_NUM_THREADS", str(job.threads))  # for rensa, which would take all cores
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C also reaches the parent, which ends this process
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
@@ -249,7 +249,7 @@ def _encode(batch: list[Document], tokenizer: Tokenizer, job: Job, round_trip: C
 
 
 def _changed(document: Document, back: str) -> str:
-    """Place where a document and the text decoded from its tokens begin to differ."""
+    """Message on where a document and the text decoded from its tokens begin to differ."""
     at = len(os.path.commonprefix([document.text, back]))
     was, now = (repr(text[max(0, at - 10) : at + 10]) for text in (document.text, back))
     where = one_line(f"{document.file} row {document.row}")
@@ -260,8 +260,9 @@ def _changed(document: Document, back: str) -> str:
 
 
 def _readable(documents: Iterator[Document], tokenizer: Tokenizer, counts: Counter) -> Iterator[Document]:
-    """``documents``; those of ids (kind=indexed) without the bos and eos around them, whichever they had, and without
-    those that have no visible character, which are counted as empty.
+    """Yields ``documents``, those of ids (kind=indexed) without the bos and eos around them.
+
+    Documents of ids without a visible character are dropped and counted as empty.
 
     Raises:
         UserError: ids that the tokenizer does not have.
@@ -276,7 +277,7 @@ def _readable(documents: Iterator[Document], tokenizer: Tokenizer, counts: Count
 
 
 def _bare(document: Document, tokenizer: Tokenizer) -> np.ndarray:
-    """int64: the ids of a document that another program made, without bos before and eos behind."""
+    """Ids of a document that another program made, without bos before them and eos behind them; int64."""
     ids = document.tokens.astype(np.int64)
     if len(ids) and not 0 <= ids.min() <= ids.max() < tokenizer.vocab_size:
         raise UserError(
@@ -293,7 +294,7 @@ def _bare(document: Document, tokenizer: Tokenizer) -> np.ndarray:
 
 
 def _visible(ids: np.ndarray, tokenizer: Tokenizer) -> bool:
-    """Whether the text of ``ids`` has a visible character. Most ids tell by their piece alone; the rest is decoded."""
+    """Whether the text of ``ids`` has a visible character. For most ids their piece tells; others are decoded."""
     return bool(_visible_pieces(tokenizer)[ids].any()) or visible(tokenizer.decode(ids.tolist()))
 
 
@@ -304,8 +305,8 @@ def _visible_pieces(tokenizer: Tokenizer) -> np.ndarray:
 
 
 def compares_ids(data: DataConfig) -> bool:
-    """Whether documents are compared by their ids: all are where a source has no text (kind=indexed), since a hash of
-    text never equals one of ids."""
+    """Whether all documents are compared by their ids: they are if one source has no text (kind=indexed), since a hash
+    of text never equals a hash of ids."""
     return any(source.kind == "indexed" for source in data.every_source)
 
 
@@ -351,7 +352,7 @@ def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
 
 @lru_cache(1)
 def _tokenizer(path: Path, eos_token: str | None, add_bos: bool) -> Tokenizer:
-    """Kept from part to part: a large one takes a second to read."""
+    """Loads a tokenizer, which is kept from part to part: a large one takes a second to read."""
     return load_tokenizer(path, eos_token, add_bos)
 
 
@@ -393,7 +394,7 @@ def _weight(part: Part) -> int:
 
 
 class _Progress:
-    """Tokens, tokens/s, documents/s and the time left, which follows from the parts that are finished."""
+    """Progress bar: tokens, tokens/s, documents/s and the time left, estimated from the finished parts."""
 
     def __init__(self, folder: Path, parts: dict[int, Part], todo: dict[int, Part]):
         self._bytes = sum(_weight(part) for part in parts.values())

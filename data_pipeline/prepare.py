@@ -1,12 +1,12 @@
-"""Text to token files: what ``titans prepare`` does.
+"""Text to token files: the work of ``titans prepare``.
 
 data.dir then holds train.bin/.idx (train-0, train-1, ... where the sources have weights), validation.bin/.idx (see
 indexed.py), a .documents.parquet next to each, the tokenizer, and manifest.json, which is written
 last: a folder with a manifest is complete.
 
-Work is cut into parts (parts.py) that any number of processes on any number of nodes write, each
-once, to .preparing/ in that folder; then one process merges them (merge.py). The result is the same,
-byte for byte, whichever processes wrote them and however often they were killed.
+Work is cut into parts (parts.py). Any number of processes on any number of nodes write the parts, each once, to
+.preparing/ in that folder; then one process merges them (merge.py). The result is the same, byte for byte, whichever
+processes wrote the parts and however often they were killed.
 """
 
 import contextlib
@@ -70,9 +70,9 @@ from titans_pt.tools.tensor_files import describe
 
 _BUILD = ".preparing"
 _COUNTED = 1 << 26
-"""Bases that Markov chains are counted on at most: 1.5 GB of memory, two minutes."""
+"""Most bases on which Markov chains are counted: 1.5 GB of memory, two minutes."""
 _NAMED = 100
-"""Files that are not read whose names the manifest has."""
+"""Most names of ignored files in the manifest."""
 _OURS = re.compile(
     r"(train(-\d+)?|validation)\.(bin|idx|crc32|documents\.parquet)|tokenizer(_config)?\.(model|json)|"
     r"rejected\.jsonl"
@@ -83,12 +83,12 @@ def prepare(config: Config, force: bool = False, shard: tuple[int, int] | None =
     """Writes the token files of ``config`` to data.dir and returns their manifest.
 
     Each document ends with eos, which is the boundary between documents. Exact duplicates are dropped. Whether a
-    document is held out depends on its text alone (on its ids, with a source of kind=indexed): it stays where it is
-    when the sources grow. Nothing is done if the folder already holds the result of these settings and sources. After
-    a stop of any kind the same call continues with the missing parts.
+    document is held out depends on its text alone (on its ids, with a source of kind=indexed): it stays in its
+    split when the sources grow. Nothing is done if the folder already holds the result of these settings and sources.
+    After a stop of any kind the same call continues with the missing parts.
 
     Args:
-        force: replace token files that other settings or sources gave.
+        force: replace token files made with other settings or sources.
         shard: (i, n): write only every n-th part, from part i on, and no token files. A later call without it
             completes them.
         workers: cores to use.
@@ -97,12 +97,12 @@ def prepare(config: Config, force: bool = False, shard: tuple[int, int] | None =
         The manifest; None with ``shard``. Its keys: format, fingerprint (of settings and sources), text (the same
         without modification times), content (hash of the token files), settings, tokenizer_sha256, vocab_size, streams
         (names of the training streams), ignored (count and first names of files that are not read) and those of
-        :func:`titans_pt.data_pipeline.merge.merge`, whose files are completed: bytes and sha256 of every other one.
+        :func:`titans_pt.data_pipeline.merge.merge`; its ``files`` also get bytes and sha256 of every other file.
 
     Raises:
         UserError: bad source, a tokenizer of more entries than model.vocab_size, an empty split, folder not writable,
-            disk full, a damaged manifest, token files of other settings in data.dir. What is in the folder stays; only
-            if the last step, moving new ones into place, fails can they be left without a manifest: they count as none.
+            disk full, a damaged manifest, token files of other settings in data.dir. Files in the folder stay. If
+            the last step fails, which moves new files into place, they may lack a manifest: they then count as none.
     """
     folder = Path(config.data.dir)
     old = None if force else read_manifest(folder)
@@ -127,7 +127,7 @@ def prepare(config: Config, force: bool = False, shard: tuple[int, int] | None =
     if old:
         if old.get("fingerprint") != fingerprint and _only_touched(old, config, text):
             old["fingerprint"] = fingerprint
-            with contextlib.suppress(OSError):  # a folder that may only be read: the next call compares again
+            with contextlib.suppress(OSError):  # a read-only folder: the next call compares again
                 write_atomically(folder / MANIFEST, lambda path: write_json(path, seal(old)))
         if old.get("fingerprint") == fingerprint:
             _check_lossy(old, config)
@@ -149,7 +149,7 @@ def prepare(config: Config, force: bool = False, shard: tuple[int, int] | None =
             f"data.dir={config.data.dir}: holds token files made with other settings ({what}); "
             "choose another data.dir, or replace them with: titans prepare CONFIG --force"
         )
-    if config.data.bad_input == "refuse":  # now, not after hours of work on what comes before it
+    if config.data.bad_input == "refuse":  # now, not after hours of work on earlier input
         for rejected in (one for source in config.data.every_source for one in sources.obstacles(source)):
             sources.refuse(rejected)
     created, began = not folder.exists(), time.perf_counter()
@@ -213,7 +213,7 @@ def summary(manifest: dict, folder: Path, seconds: float) -> str:
 
 
 def _losses(manifest: dict) -> str:
-    """Losses of the tokenizer's decoding; empty for a tokenizer that loses nothing."""
+    """Message on texts that the tokenizer does not give back; empty if it loses nothing."""
     trip, lost = manifest.get("round_trip", {"tried": 0, "equal": 0}), ", ".join(manifest.get("lost_kinds", []))
     if changed := trip["tried"] - trip["equal"]:
         return (
@@ -238,8 +238,8 @@ def _check_lossy(manifest: dict, config: Config) -> None:
 def _check_rejected(manifest: dict, config: Config, folder: Path) -> None:
     """
     Raises:
-        UserError: data.bad_input=refuse, and data.bad_input=skip left something out of these token files; or the list
-            of that is damaged.
+        UserError: data.bad_input=refuse, but these token files were made with data.bad_input=skip and lack some input;
+            or the list of rejected input is damaged.
     """
     if config.data.bad_input == "refuse" and manifest.get("dropped", {}).get("rejected"):
         refuse_damage(folder, damage(folder, manifest, [REJECTED]))
@@ -275,7 +275,7 @@ def _fingerprints(config: Config, cached: bool = False, settings: dict | None = 
                 f"{tokenizer.vocab_size} entries: set model.vocab_size={tokenizer.vocab_size} or more, or "
                 "another data.tokenizer.path"
             )
-        size, sha256 = tokenizer.vocab_size, tokenizer.sha256  # room for more does not change the tokens
+        size, sha256 = tokenizer.vocab_size, tokenizer.sha256  # spare entries do not change the tokens
     parts = [FORMAT, sources.PART_BYTES, settings or content_settings(config.data, size), sha256]
     both = []
     for times in (True, False):
@@ -285,10 +285,10 @@ def _fingerprints(config: Config, cached: bool = False, settings: dict | None = 
 
 
 def _only_touched(manifest: dict, config: Config, text: str) -> bool:
-    """Whether nothing but the modification times of the sources has changed; reads them all if no size has.
+    """Whether only modification times of the sources have changed. Reads all sources if no size has changed.
 
     Args:
-        text: fingerprint of today without times.
+        text: current fingerprint without times.
     """
     if "source_sha256" not in manifest or manifest.get("text") != text:
         return False
@@ -376,7 +376,7 @@ def _build(config: Config, build: Path, fingerprints: dict, shard: tuple[int, in
 
 
 def _floor(out: Path, names: list[str], tokenizer: Tokenizer) -> Floor | None:
-    """Loss on validation of Markov chains that read the training streams; only the first bases of each are read."""
+    """Validation loss of Markov chains counted on the training streams, of which only the first bases are read."""
 
     def read(name: str, most: int) -> np.ndarray:
         dataset = IndexedDataset(out / name, tokenizer.vocab_size)
@@ -406,7 +406,7 @@ def _tokenizer(config: Config, build: Path) -> Tokenizer:
         )
     path = saved_tokenizer(build)
     if not path.is_file():
-        with tempfile.TemporaryDirectory(dir=build) as scratch:  # several nodes may be at it: each makes the same
+        with tempfile.TemporaryDirectory(dir=build) as scratch:  # several nodes may do this: each makes the same file
             if given.kind == "nucleotides":
                 NucleotideTokenizer(Path()).save(Path(scratch))
                 path = build / FILES[1]
@@ -429,7 +429,7 @@ def _tokenizer(config: Config, build: Path) -> Tokenizer:
 def _sample(data: DataConfig) -> Iterator[str]:
     """Texts of the training split to train a tokenizer on: one document of each source in turn, no duplicates."""
     reject = sources.refuse if data.bad_input == "refuse" else lambda rejected: None  # counted when its part is read
-    known: set[bytes] = set()  # of what is read until the tokenizer has enough
+    known: set[bytes] = set()  # hashes of documents read until the tokenizer has enough
     for document in _in_turn([sources.documents(source, reject=reject) for source in data.sources]):
         digest = document_hash(document.text)
         if digest not in known and not held_out(digest, validation_fraction(data)):
@@ -453,7 +453,7 @@ def _in_turn(streams: list[Iterator[Document]]) -> Iterator[Document]:
 
 @contextlib.contextmanager
 def _locked(folder: Path, exclusive: bool) -> Iterator[None]:
-    """Many processes with --shard at a time, or one without."""
+    """Locks ``folder`` for many processes with --shard at a time, or for one without."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         if not take(handle, folder, "a second titans prepare there would not be noticed", shared=not exclusive):
@@ -468,7 +468,7 @@ def _locked(folder: Path, exclusive: bool) -> Iterator[None]:
 def _check_apart(config: Config, folder: Path) -> None:
     """
     Raises:
-        UserError: data.dir is where a source is read: a call would replace files there, and read its own.
+        UserError: data.dir is in a source's folder: a call would replace files there, and read its own.
     """
     here = folder.resolve()
     for section in ("sources", "validation_sources"):
@@ -487,7 +487,7 @@ def _check_apart(config: Config, folder: Path) -> None:
 def _check_own(folder: Path) -> None:
     """
     Raises:
-        UserError: files that would be replaced, in a folder in which no call of ours has written or begun.
+        UserError: the folder has files that would be replaced, but no call of ours has written there or begun to.
     """
     if (folder / MANIFEST).exists() or (folder / _BUILD).exists() or not folder.is_dir():
         return
@@ -519,7 +519,7 @@ def _move(merged: Path, folder: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    """A file, or a folder that lies in its place, if there is either."""
+    """Removes a file, or a folder of that name, if there is one."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:

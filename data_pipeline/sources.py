@@ -24,7 +24,7 @@ from titans_pt.genomics.fasta import Unusable, records
 from titans_pt.genomics.genomes import GENOMES
 
 PART_BYTES = 128 << 20
-"""Text of one part, about: half a minute to a minute on one core, which is the most that a kill can cost."""
+"""Approximate text per part: half a minute to a minute on one core, which is the most that a kill can cost."""
 LETTER = "letter "
 """Prefix of the counts of letters other than A, C, G and T."""
 _PART_DOCUMENTS = 100_000
@@ -35,12 +35,12 @@ _HASHED_TOKENS = 1 << 21
 
 @dataclass(frozen=True)
 class Part:
-    """Consecutive documents of one source: what one process turns into tokens at a time.
+    """Consecutive documents of one source, which one process tokenises at a time.
 
     Attributes:
-        source: which of the sources given to :func:`parts`.
+        source: index of the source in those given to :func:`parts`.
         pieces: (file, start, stop) of each, in the units of the reader for this kind of source.
-        bytes: of the text on disk, about; 0 if unknown.
+        bytes: approximate bytes of the text on disk; 0 if unknown.
     """
 
     source: int
@@ -55,7 +55,7 @@ class Document:
     Attributes:
         text: not empty, and valid as UTF-8; "" for kind=indexed, which has no text.
         id: from the source's id column; "" if there is none.
-        file, row: where it is: the row's number, or in .jsonl the byte where its line begins. All strings are valid as
+        file, row: its place: the row's number, or in .jsonl the byte where its line begins. All strings are valid as
             UTF-8; for a file name that is not, see :func:`titans_pt.data_pipeline.text.utf8`.
         tokens: for kind=indexed, its ids.
     """
@@ -97,7 +97,7 @@ def parts(sources: list[SourceConfig]) -> list[Part]:
 
 
 def _pieces(source: SourceConfig) -> Iterator[tuple[str, int, int | None, int]]:
-    """(file, start, stop, bytes) of what can be read without what comes before it."""
+    """Yields (file, start, stop, bytes) of pieces that can be read independently."""
     match source.kind:
         case "stdlib":
             yield "stdlib", 0, None, 0
@@ -139,7 +139,7 @@ def documents(
         part: one of :func:`parts`. None: the whole source.
         counts: ``"empty"`` is raised by one for each document without a visible character, ``"filtered"`` for each
             below source.minimum; both are dropped.
-        reject: called with what cannot be used; if it returns, reading continues after it.
+        reject: called with each unusable input; if it returns, reading continues after that input.
 
     Raises:
         UserError: from ``reject``, or as :func:`parts`.
@@ -179,8 +179,11 @@ def _read(
 
 
 def _blocks(path: Path, name: str, block: int | None, counts: Counter) -> Iterator[Document | Rejected]:
-    """Blocks of the records of a FASTA file, in order. A record without a sequence, and a block of which no base is
-    known, is counted as empty; letters other than A, C, G and T are counted as LETTER and their own name."""
+    """Yields the blocks of a FASTA file's records, in order.
+
+    Counts as empty a record without a sequence, and a block without a known base. Counts letters other than A, C, G and
+    T under LETTER and the letter.
+    """
     if rejected := files.obstacle(path):
         yield rejected
         return
@@ -235,7 +238,7 @@ def _document(row: SourceRow | Rejected, source: SourceConfig, counts: Counter) 
 
 
 def _name(value: object) -> str:
-    """The id of a document, from whatever its source has in the id column."""
+    """Id of a document, from any value in the id column of its source."""
     if value is None:
         return ""
     try:
@@ -248,11 +251,11 @@ def fingerprint(source: SourceConfig, cached: bool = False, times: bool = True) 
     """SHA-256 (hex) of names, sizes and modification times: changes with the source, without reading it.
 
     Args:
-        cached: take a copy in the cache of ``datasets`` for a dataset on the hub if that cannot be reached.
+        cached: if the hub cannot be reached, use the copy of its dataset in the cache of ``datasets``.
         times: False leaves modification times out, which change without the text (see :func:`hash_content`).
 
     Raises:
-        Unreachable: a dataset on the hub cannot be reached; with ``cached``, nor is there a copy of it.
+        Unreachable: a dataset on the hub cannot be reached; with ``cached``, there is no copy of it either.
     """
     match source.kind:
         case "stdlib":  # times differ between two installations of the same Python; its version does not
@@ -272,13 +275,13 @@ def fingerprint(source: SourceConfig, cached: bool = False, times: bool = True) 
         case "indexed":
             if source.path.endswith((".bin", ".idx")) and not Path(f"{source.path}.idx").exists():
                 raise UserError(f"data.sources: path: given {source.path!r}; leave {source.path[-4:]} out")
-            IndexedDataset(source.path)  # says what is the matter, if anything is
+            IndexedDataset(source.path)  # raises if anything is the matter
             rows = [_state(Path(f"{source.path}{suffix}"), times) for suffix in (".bin", ".idx")]
     return hashlib.sha256(json.dumps([source.kind, source.text_column, rows]).encode()).hexdigest()
 
 
 def _state(path: Path, times: bool) -> list[int]:
-    """Size and modification time of a file; nothing for what cannot be read."""
+    """Size and modification time of a file; [] if it cannot be read."""
     if files.obstacle(path):
         return []
     stat = path.stat()

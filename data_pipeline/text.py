@@ -1,4 +1,4 @@
-"""Text as UTF-8 can hold it, names that can be shown, and text that nobody can see."""
+"""Text and names as valid UTF-8, names for messages, and a test for invisible text."""
 
 import re
 
@@ -23,14 +23,16 @@ def visible(text: str) -> bool:
 
 
 def utf8(name: str) -> str:
-    """``name`` as UTF-8 can hold it. Python has a surrogate for each byte of a file name that is not UTF-8: such a
-    byte becomes \\xe9, another lone surrogate \\ud800.
+    """Returns ``name`` as valid UTF-8, with lone surrogates escaped.
+
+    Python has a surrogate for each byte of a file name that is not UTF-8: such a byte becomes \\xe9, another lone
+    surrogate \\ud800.
     """
     return name if name.isascii() else _SURROGATES.sub(lambda match: _escape(match[0]), name)
 
 
 def one_line(name: str) -> str:
-    """:func:`utf8` of ``name``, control characters and ends of lines escaped, for a message."""
+    """Returns :func:`utf8` of ``name`` with control characters and line ends escaped, for a message."""
     return _CONTROLS.sub(lambda match: match[0].encode("unicode_escape").decode(), utf8(name))
 
 

@@ -1,7 +1,7 @@
-"""The assembler of Triton's kernels: Triton writes PTX and leaves machine code to ptxas.
+"""Choice of the assembler, ptxas, that turns Triton's PTX into machine code.
 
 Under ptxas 12.8, which Triton 3.6 uses for GPUs before Blackwell, the memory's kernels access illegal addresses on an
-H200. The same kernels are right under 12.9 and 13.0, and in an emulator of their PTX (docs/performance.md).
+H200. The same kernels are correct under 12.9 and 13.0, and in an emulator of their PTX (docs/performance.md).
 """
 
 import os
@@ -12,11 +12,11 @@ from pathlib import Path
 import torch
 
 SOUND = (12, 9)
-"""First version whose machine code is right."""
+"""First ptxas version that compiles the kernels correctly."""
 
 
 def version(ptxas: str) -> tuple[int, ...]:
-    """(13, 4, 59) for V13.4.59; () if it cannot be run."""
+    """Return the version of ``ptxas``: (13, 4, 59) for V13.4.59; () if it cannot be run."""
     try:
         said = subprocess.run([ptxas, "--version"], capture_output=True, text=True).stdout
     except OSError:
@@ -26,15 +26,17 @@ def version(ptxas: str) -> tuple[int, ...]:
 
 
 def sound(used: str, others: list[str]) -> str | None:
-    """``used`` if its machine code is right, else the oldest of ``others`` with that: the older, the more drivers load
-    its code. None if there is none."""
+    """Return ``used`` if it compiles correctly, else the oldest of ``others`` that does; None if there is none.
+
+    The oldest, because more drivers load its code.
+    """
     known = {path: version(path) for path in (used, *others)}
     good = [path for path in known if known[path] >= SOUND]
     return used if used in good else min(good, key=known.__getitem__, default=None)
 
 
 def installed(used: str) -> list[str]:
-    """Assemblers beside that of Triton, in CUDA's toolkit and in NVIDIA's wheels."""
+    """List other assemblers: next to Triton's own, in CUDA's toolkit and in NVIDIA's wheels."""
     homes = [os.environ.get("CUDA_HOME", ""), os.environ.get("CUDA_PATH", ""), "/usr/local/cuda"]
     wheels = Path(torch.__file__).parent.with_name("nvidia").glob("*/bin/ptxas")
     beside = sorted(Path(used).parent.glob("ptxas*"))
@@ -42,9 +44,10 @@ def installed(used: str) -> list[str]:
 
 
 def choose() -> str | None:
-    """Lets Triton use a sound assembler from here on, in this process and those it starts, if its own is none.
+    """Make Triton use a correct assembler, in this process and its children, if its own is not.
 
-    Returns why there is none, else None. One that TRITON_PTXAS_PATH names is the user's choice and stays.
+    Returns the reason if it finds none, else None. An assembler that TRITON_PTXAS_PATH names is the user's choice and
+    stays.
     """
     from triton.backends.nvidia.compiler import get_ptxas
 
@@ -63,5 +66,5 @@ def choose() -> str | None:
 
 
 def unsound() -> str | None:
-    """:func:`choose` where there is an NVIDIA GPU; None elsewhere."""
+    """Call :func:`choose` on a machine with an NVIDIA GPU; return None elsewhere."""
     return choose() if torch.cuda.is_available() and torch.version.hip is None else None

@@ -10,8 +10,8 @@ from torch import Tensor
 class Blocks:
     """Compute blocks of every row. A block lies inside one document and one gradient chunk.
 
-    lengths: tokens of each block, when the cuts are the same in every row (index and valid are None then).
-    index, valid: (B, N, c), the token of each place and whether there is one, when rows differ.
+    lengths: tokens of each block; the padded length c if rows differ.
+    index, valid: (B, N, c), the token of each slot and whether the slot holds one; None if all rows have the same cuts.
     new_chunk, new_document, ends_chunk: per block; a bool when every row agrees, else a bool tensor (B,).
     """
 
@@ -25,9 +25,9 @@ class Blocks:
 
 
 def cut(offset: Tensor, reset: Tensor | None, length: int, chunk: int, block: int) -> Blocks:
-    """offset (B,), reset None or (B, T) bool -> the blocks, and the offset (B,) after ``length`` tokens.
+    """Cut ``length`` tokens of each row; offset (B,), reset None or (B, T) bool. Blocks.offset (B,) is the one after.
 
-    Reads ``offset`` and ``reset`` on the host: the layout is data, known before the computation starts.
+    Reads ``offset`` and ``reset`` on the host: the layout must be known before the computation starts.
     """
     starts = offset.tolist()
     if reset is None:
@@ -57,7 +57,7 @@ def cut(offset: Tensor, reset: Tensor | None, length: int, chunk: int, block: in
 
 
 def _cut_row(offset: int, resets: list[int], length: int, chunk: int, block: int):
-    """[(start, tokens, starts a chunk, starts a document, ends a chunk)], offset after the row."""
+    """Return [(start, tokens, starts a chunk, starts a document, ends a chunk)] and the offset after the row."""
     pieces, t, pending = [], 0, [*resets, length]
     while t < length:
         document = pending[0] == t
@@ -78,7 +78,7 @@ def _agree(flags: Tensor) -> list:
 
 
 def runs(blocks: Blocks):
-    """(first block, one past the last, token range) of runs of equally long blocks."""
+    """Yield (first block, one past the last, token range) for each run of equally long blocks."""
     first = t = 0
     while first < len(blocks.lengths):
         last = first + 1
@@ -90,7 +90,7 @@ def runs(blocks: Blocks):
 
 
 def join(outputs: list[Tensor], blocks: Blocks, length: int) -> Tensor:
-    """Per run (B, n c, H, D) -> (B, T, H, D)."""
+    """Join the outputs of all runs: (B, n c, H, D) each -> (B, T, H, D)."""
     out = outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
     if blocks.index is None:
         return out
@@ -102,7 +102,7 @@ def join(outputs: list[Tensor], blocks: Blocks, length: int) -> Tensor:
 
 
 class Layout:
-    """Between (B, T, H, F) and the blocks of a run, (n, B H, c, F)."""
+    """Conversion between (B, T, H, F) and the blocks of a run, (n, B H, c, F)."""
 
     def __init__(self, blocks: Blocks, first: int, last: int, tokens: slice, heads: int):
         self.blocks, self.span, self.tokens, self.heads = blocks, slice(first, last), tokens, heads
@@ -121,7 +121,7 @@ class Layout:
         return x.unflatten(1, (-1, self.heads)).permute(1, 0, 3, 2, 4).flatten(1, 2)
 
     def valid(self, device) -> Tensor | None:
-        """(n, B H, c) bool, or None where every place holds a token."""
+        """(n, B H, c) bool, or None if every slot holds a token."""
         if self.blocks.valid is None:
             return None
         return self.blocks.valid[:, self.span].to(device).transpose(0, 1).repeat_interleave(self.heads, 1)

@@ -14,28 +14,34 @@ Gradients = Tensor | Sequence[Tensor | None]
 
 
 def no_autocast(x: Tensor):
-    """A context in which autocast leaves dtypes alone on ``x``'s device."""
+    """Context that disables autocast on ``x``'s device."""
     return contextlib.nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
 
 
 @contextlib.contextmanager
 def recording() -> Iterator[None]:
-    """A context in which autograd records, inside torch.inference_mode() too, which enable_grad() does not leave.
-    Tensors that were made in that mode have to pass through :func:`recordable`."""
+    """Context in which autograd records, even inside torch.inference_mode(), which enable_grad() does not leave.
+
+    Tensors made in inference mode must pass through :func:`recordable`.
+    """
     with torch.inference_mode(False), torch.enable_grad():
         yield
 
 
 def recordable(tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
-    """The tensors, copies in place of those that inference mode made: autograd refuses these. Only when
-    :func:`recording` are the copies ordinary tensors."""
+    """Return the tensors, with inference tensors copied, because autograd refuses them.
+
+    Call it inside :func:`recording`: in inference mode the copies would be inference tensors again.
+    """
     return tuple(t.clone() if t.is_inference() else t for t in tensors)
 
 
 def transformed() -> str | None:
-    """Reason why kernels that are not PyTorch's do not serve inside torch.func's transforms, whose tensors have no
-    memory of their own, and inside torch.autograd.forward_ad.dual_level(), also under no_grad(): their results would
-    have no tangents, without a word. None elsewhere, and in a graph that is being compiled."""
+    """Reason why only PyTorch's operators can serve a call here; None elsewhere, and while a graph is compiled.
+
+    Inside torch.func's transforms, tensors have no memory of their own. Inside
+    torch.autograd.forward_ad.dual_level(), also under no_grad(), results of other kernels would silently lack tangents.
+    """
     if torch.compiler.is_compiling():
         return None
     if torch.autograd.forward_ad._current_level >= 0:
@@ -46,7 +52,7 @@ def transformed() -> str | None:
 
 
 def warn_once(message: str):
-    """Warns once of each message, whatever the warning filters."""
+    """Warn once per message, whatever the warning filters."""
     if torch.compiler.is_compiling():  # a warning in a block's graph would cut it in two
         from titans_pt.kernels.compiling import warn
     else:
@@ -60,13 +66,13 @@ def warned_of(message: str):
 
 
 def first_derivatives_only(backward: Callable[..., Gradients]) -> Callable[..., Gradients]:
-    """Decorates backward(ctx, saved, *upstream) of an autograd.Function whose gradients have no gradients.
+    """Decorate backward(ctx, saved, *upstream) of an autograd.Function that has first derivatives only.
 
     ``saved`` are ctx.saved_tensors, fetched once: activation checkpointing hands them out a single time. Under
     create_graph=True the gradients depend on ``upstream`` and ``saved`` through a function whose backward pass raises
-    RuntimeError. torch.autograd.function.once_differentiable raises only where a gradient of ``upstream`` is asked
-    for: a gradient penalty would silently lack what passes through ``saved``. The function must therefore save
-    tensors as it was given them, not as it has rearranged them.
+    RuntimeError. torch.autograd.function.once_differentiable raises only if a gradient of ``upstream`` is asked for:
+    a gradient penalty would silently lack the terms that pass through ``saved``. The function must save its tensors as
+    it received them, not rearranged.
     """
 
     @functools.wraps(backward)

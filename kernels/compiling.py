@@ -1,6 +1,6 @@
-"""Warnings while torch.compile compiles, given at once and left out of the graph.
+"""Warnings while torch.compile compiles, given at compile time and left out of the graph.
 
-Imported then alone: with torch.compiler comes the compiler, whose import takes more than a second.
+Import this only while compiling: torch.compiler brings the compiler, whose import takes more than a second.
 """
 
 import torch

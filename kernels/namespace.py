@@ -5,9 +5,9 @@ from pathlib import Path
 
 
 def namespace(module: str, file: str) -> str:
-    """``titans``; for a copy that an exported folder carries, a namespace that goes with the text of ``file``.
+    """Return ``titans``, or for a copy in an exported folder a namespace derived from the text of ``file``.
 
-    PyTorch has one table of operators for a process, and the last definition of a name wins. The copies in an exported
+    PyTorch has one operator table per process, and the last definition of a name wins. The copies in an exported
     folder may be of another version, with other arguments: they must not take the names of the package.
     """
     if module.startswith("titans_pt."):

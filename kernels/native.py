@@ -1,7 +1,7 @@
-"""Kernels written in C, for CPUs: compiled for the machine that they run on when they are first needed (seconds).
+"""Kernels written in C, for CPUs: compiled on first use, in seconds, for the machine that they run on.
 
-Compiled code is kept in the user's cache folder, under a name that the source, the compiler and the processor give it.
-Where there is no compiler, or with TITANS_NATIVE=0, PyTorch operators serve, slower.
+Compiled code is kept in the user's cache folder, under a name derived from the source, the compiler and the processor.
+Without a compiler, or with TITANS_NATIVE=0, the slower PyTorch operators are used.
 """
 
 import ctypes
@@ -23,7 +23,7 @@ from titans_pt.kernels.common import transformed, warn_once
 from titans_pt.tools.cache import cache_folder
 
 HEADER = Path(__file__).with_name("vector.h")
-"""Headers that every source includes; headers beside a source also belong to it."""
+"""Header that every source includes; headers next to a source also belong to it."""
 FLAGS = ["-std=gnu11", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared"]
 REALS = {torch.float32: ["-DREAL=float"], torch.float64: ["-DREAL=double", "-DREAL_IS_DOUBLE"]}
 
@@ -47,7 +47,10 @@ def unserved(source: Path, x: Tensor) -> str | None:
 
 @cache
 def library(source: Path, dtype: torch.dtype) -> ctypes.CDLL | str:
-    """``source`` compiled for numbers of ``dtype``, or why it cannot be. Asked once; processes may ask side by side."""
+    """Compile and load ``source`` for ``dtype``; if that fails, return the reason.
+
+    The answer is cached. Several processes may do this at once.
+    """
     if os.environ.get("TITANS_NATIVE") == "0":
         return "TITANS_NATIVE=0"
     compiler = next(filter(None, map(shutil.which, (os.environ.get("CC", "cc"), "gcc"))), None)
@@ -102,8 +105,9 @@ WORTH_A_THREAD = 2_000_000
 
 
 def run(function: Callable, count: int, operations: int, *arguments) -> None:
-    """function(*arguments, first, last) for 0 <= first < last <= ``count``, shared out over PyTorch's threads where the
-    ``operations`` in all are worth it.
+    """Call function(*arguments, first, last) on ranges that together cover 0 to ``count``.
+
+    The ranges run on as many threads as PyTorch uses, fewer if the total of ``operations`` is small.
 
     Raises:
         MemoryError: the function returned something other than 0.

@@ -16,7 +16,7 @@
 typedef REAL real;
 typedef real vec __attribute__((vector_size(BYTES), aligned(sizeof(real)), may_alias));
 #define LANES ((int)(BYTES / sizeof(real)))
-#define SMALLEST ((real)1e-6) /* the length below which a head is not made longer */
+#define SMALLEST ((real)1e-6) /* lower bound of the length that a head is divided by */
 #define INLINE static inline __attribute__((always_inline))
 #define AT(p, i) (*(vec *)((p) + (i)))
 #define CONST_AT(p, i) (*(const vec *)((p) + (i)))
@@ -42,7 +42,7 @@ INLINE void store(real *p, vec x, int count) {
         memcpy(p, &x, count * sizeof(real));
 }
 
-/* The numbers from ``at`` on that are in one vector. */
+/* How many numbers from ``at`` to ``end`` go into one vector. */
 INLINE int width_at(int64_t at, int64_t end) { return end - at < LANES ? end - at : LANES; }
 
 INLINE vec choose(ints where, vec yes, vec no) { return (vec)((where & (ints)yes) | (~where & (ints)no)); }
@@ -53,11 +53,11 @@ static vec exponential(vec x) {
     return x;
 }
 #else
-/* Within 2 units in the last place for -87 <= x <= 87, which it is held in. */
+/* exp(x) within 2 units in the last place; x is clamped to [-87, 87]. */
 INLINE vec exponential(vec x) {
     x = choose(x < -87.0f, x * 0 - 87.0f, x);
     x = choose(x > 87.0f, x * 0 + 87.0f, x);
-    vec shifted = x * 1.44269504f + 12582912.0f; /* 1.5 * 2^23: what is added rounds to whole numbers */
+    vec shifted = x * 1.44269504f + 12582912.0f; /* 1.5 * 2^23: adding it rounds to a whole number */
     vec n = shifted - 12582912.0f;
     vec r = x - n * 0.693359375f + n * 2.12194440e-4f;
     vec p = r * 1.9875691500e-4f + 1.3981999507e-3f;

@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # Trains on the nodes of a hostfile, started from one of them over ssh:
 #     launch/deepspeed.sh HOSTFILE CONFIG [KEY=VALUE ...]
-# Each line of the hostfile is "HOST slots=PROCESSES". The environment and the folder in which you start have the same path
-# on every node.
-# TITANS_PORT of the first node (default 29500). After a loss, run the same line again: it continues from the newest checkpoint.
+# Each line of the hostfile is "HOST slots=PROCESSES". The environment and the folder in which you start must have the same
+# path on every node.
+# TITANS_PORT  port of the first node (default 29500)
+# After losing a process, run the same line again: it continues from the newest checkpoint.
 set -euo pipefail
 hostfile=${1:?HOSTFILE is missing}
 shift

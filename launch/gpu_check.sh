@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# On a machine with a GPU: what can only be checked and measured there, in parts of under eight minutes each.
+# Runs the checks and measurements that need a GPU, in parts of under eight minutes each.
 #   launch/gpu_check.sh [PART ...]
 # PART  check     what is installed and which tests would run; needs no GPU, takes seconds
 #       kernels   the kernels' tests, again under a second assembler
@@ -9,22 +9,22 @@
 #       training  the whole training step at 4K: Titans, Transformer++ and baselines
 #       lengths   the same from 2K to 32K for some of them (Titans, Figure 9)
 #       sweeps    memory depth 1 to 4 and chunk sizes (Figure 8), with and without torch.compile
-#       hierarchy the same with several memories instead of one (TNT), and with a large, stale one alone
+#       hierarchy training with several memories instead of one (TNT), and with a large, stale memory alone
 #       long      training at 32K and 128K tokens per sequence; a stream of 10 million; layers side by side in both
-# Without a PART: kernels and speed. A step that fails does not stop the others, but the exit status reports it.
+# Without a PART: kernels and speed. A failed step does not stop the others, but the exit status reports it.
 #
-# A machine with no more than PyTorch, Triton, pytest (pytest-timeout, pytest-xdist, hypothesis), PyYAML, click and
-# matplotlib needs these wheels besides; `check` says which are missing:
+# A machine with only PyTorch, Triton, pytest (pytest-timeout, pytest-xdist, hypothesis), PyYAML, click and matplotlib
+# also needs these wheels; `check` says which are missing:
 #   kernels        pydantic pydantic-core annotated-types typing-inspection
 #   other parts    deepspeed hjson einops msgpack ninja psutil py-cpuinfo tqdm safetensors tokenizers, and those above
 #   rows of flash-linear-attention, and baselines made of it: fla-core
 #
 # TITANS_OUT      folder of all results, one log per step (runs/gpu)
-# TITANS_ARCHIVE  one file with all of them (TITANS_OUT.tar.gz), packed every few seconds: a run that is cut keeps its
-#                 results
+# TITANS_ARCHIVE  one file with all results (TITANS_OUT.tar.gz), packed every few seconds: a run that is cut off keeps
+#                 its results
 # TITANS_PYTHON   another interpreter
-# TITANS_PTXAS    the second assembler (the newest beside the one that Triton uses: its wheel's other one, or CUDA's).
-#                 That of Triton 3.6, 12.8, is reported to miscompile some products; the wheel of Triton 3.9 has 13.4:
+# TITANS_PTXAS    the second assembler (default: the newest other one in Triton's wheel or CUDA). The ptxas 12.8 of
+#                 Triton 3.6 is reported to miscompile some products; the wheel of Triton 3.9 has 13.4:
 #                 unzip -j triton-3.9*.whl '*/ptxas-blackwell'
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit
@@ -81,7 +81,7 @@ CHECK
 kernels=(torch triton numpy pytest pytest_timeout xdist hypothesis yaml click matplotlib
     pydantic pydantic_core annotated_types typing_inspection)
 training=("${kernels[@]}" deepspeed hjson einops msgpack ninja psutil cpuinfo tqdm safetensors tokenizers)
-# By file: what a folder's other tests import is not needed here.
+# Listed by file: other tests of these folders import packages that are not needed here.
 memory=(tests/kernels/memory/fused/test_{operators,equality,traffic}.py)
 mapfile -t others < <(grep -rl 'pytest.mark.gpu' tests/kernels --include='test_*.py' | grep -v memory/fused | sort)
 mapfile -t models < <(grep -rl 'pytest.mark.gpu' tests/titans_pt --include='test_*.py' | sort)

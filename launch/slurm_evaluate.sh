@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# Evaluates a run under SLURM, its samples shared over an array of one-GPU jobs, which share only the run's folder.
-# Submitted from any folder, where the logs then are:
+# Evaluates a run under SLURM. An array of one-GPU jobs shares the samples; the jobs have only the run's folder in common.
+# Submit from any folder, which then gets the logs:
 #     sbatch --array 0-15 PATH/launch/slurm_evaluate.sh RUN [titans evaluate's words ...]
 #     sbatch --array 0-15 launch/slurm_evaluate.sh runs/mac --suite needle \
 #         'evaluation.needle.lengths=[2048,16384,131072,1048576,10485760]' 'evaluation.needle.tasks=[niah_single_1]'
-# A task that was stopped does what is left when it is queued again, within a long sample too (evaluation.save_every);
-# the rank that finds all samples done writes the summary and the pictures. To submit some of an array of 0-15 again:
+# A task that was stopped continues when it is queued again, even within a long sample (evaluation.save_every). The rank
+# that finds all samples done writes the summary and the figures. To submit some of an array of 0-15 again:
 #     TITANS_RANKS=16 sbatch --array 3,7 launch/slurm_evaluate.sh RUN ...
-# Of a run that still trains, name the step (--checkpoint STEP): tasks that start later would find a newer one.
+# If the run still trains, name the step (--checkpoint STEP): tasks that start later would find a newer checkpoint.
 #SBATCH --job-name titans-evaluate
 #SBATCH --ntasks 1
 #SBATCH --gpus 1

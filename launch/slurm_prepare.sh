@@ -2,8 +2,8 @@
 # Prepares token files on many nodes under SLURM: first every shard, one array task each, then the merge.
 #     id=$(sbatch --parsable --array 0-15 PATH/launch/slurm_prepare.sh CONFIG [KEY=VALUE ...])
 #     sbatch --dependency afterok:$id PATH/launch/slurm_prepare.sh CONFIG [KEY=VALUE ...]
-# Both from any folder, where the logs then are; the first line of each says which shard it is of. data.dir must be on a
-# file system that all nodes see. What a task that was killed had finished stays. Tasks 3 and 7 of 16 again:
+# Submit both from any folder, which then gets the logs; the first line of a log names its shard. data.dir must be on a
+# file system that all nodes see. A killed task keeps its finished parts. To run tasks 3 and 7 of 16 again:
 #     TITANS_SHARDS=16 sbatch --array 3,7 PATH/launch/slurm_prepare.sh CONFIG [KEY=VALUE ...]
 #SBATCH --job-name titans-prepare
 #SBATCH --ntasks 1

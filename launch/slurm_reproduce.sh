@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# A worker of a study under SLURM; any number of them share the runs, which `titans reproduce ... --submit N` queues:
+# A worker of a study under SLURM. Any number of workers share the runs; `titans reproduce ... --submit N` queues workers:
 #     sbatch --array 0-7 launch/slurm_reproduce.sh table1 --size 340m --out /shared/340m [titans reproduce's words ...]
-# Each takes a run that no other is at work on, trains it on all GPUs of its node, and measures it. Shortly before the
-# time is up the training gets SIGTERM and writes a checkpoint, and the worker queues itself again.
+# Each worker takes a run that no other is working on, trains it on all GPUs of its node, and evaluates it. Shortly before
+# the time is up the training gets SIGTERM and writes a checkpoint, and the worker queues itself again.
 #SBATCH --job-name titans-reproduce
 #SBATCH --nodes 1
 #SBATCH --ntasks 1
@@ -30,7 +30,7 @@ trap end USR1 TERM
 
 python=${TITANS_PYTHON:-python}
 if [[ -z ${TITANS_PYTHON:-} && -n ${PYTHON:-} ]] && "$PYTHON" -c 'import titans_pt.cli' 2>/dev/null; then python=$PYTHON; fi
-# Since SLURM 22.05 srun does not take --cpus-per-task over from sbatch: a task would have one CPU.
+# Since SLURM 22.05 srun does not inherit --cpus-per-task from sbatch: a task would have one CPU.
 if [[ -n ${SLURM_CPUS_PER_TASK:-} ]]; then export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK; fi
 srun "$python" -m titans_pt reproduce "$@" &
 step=$!
@@ -40,11 +40,11 @@ while kill -0 "$step" 2>/dev/null; do  # a trap cuts wait short
     status=0
     wait "$step" || status=$?
 done
-# A job that is cancelled, or that SLURM itself is queueing again, is not RUNNING any more; a preemption's SIGTERM goes to
-# the steps alone, so ask.
+# A preemption sends SIGTERM to the steps alone: ask scontrol. A job that is cancelled, or that SLURM itself is queueing
+# again, is not RUNNING any more.
 job=" $(scontrol --oneliner show job "$SLURM_JOB_ID") "
 if [[ $job == *" JobState=RUNNING "* ]] && [[ $asked == 1 || $job =~ " PreemptTime="[0-9] ]]; then
-    trap '' USR1 TERM  # what queueing again sends to this script must not end what is queued
+    trap '' USR1 TERM  # the signals of requeueing must not end the queued job
     scontrol requeue "$SLURM_JOB_ID"
 fi
 exit "$status"

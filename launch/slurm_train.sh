@@ -2,7 +2,7 @@
 # Trains under SLURM, submitted from any folder:  sbatch --nodes 4 PATH/launch/slurm_train.sh CONFIG [KEY=VALUE ...]
 # One task per node, which starts one process per GPU. Five minutes before the time is up, or on preemption, every process
 # gets SIGTERM and writes a checkpoint; then the job queues itself again and continues from there. scancel ends it, after a
-# checkpoint if KillWait is long enough. launch/torchrun.sh says which variables it reads. With another --signal B:USR1@S,
+# checkpoint if KillWait is long enough. launch/torchrun.sh lists the variables. With another --signal B:USR1@S,
 # set TITANS_GRACE a little below S.
 #SBATCH --job-name titans
 #SBATCH --ntasks-per-node 1
@@ -25,7 +25,7 @@ TITANS_GRACE=${TITANS_GRACE:-${GRACE:-270}}
 export TITANS_NODES TITANS_MASTER TITANS_JOB TITANS_GRACE
 python=${TITANS_PYTHON:-python}
 if [[ -z ${TITANS_PYTHON:-} && -n ${PYTHON:-} ]] && "$PYTHON" -c 'import titans_pt.cli' 2>/dev/null; then python=$PYTHON; fi
-# Since SLURM 22.05 srun does not take --cpus-per-task over from sbatch: a task would have one CPU.
+# Since SLURM 22.05 srun does not inherit --cpus-per-task from sbatch: a task would have one CPU.
 if [[ -n ${SLURM_CPUS_PER_TASK:-} ]]; then export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK; fi
 
 asked=0
@@ -46,11 +46,11 @@ while kill -0 "$step" 2>/dev/null; do  # a trap cuts wait short
     wait "$step" || status=$?
 done
 
-# A preemption's SIGTERM goes to the steps alone, so ask. A job that is cancelled, or that SLURM itself is queueing again,
-# is not RUNNING any more.
+# A preemption sends SIGTERM to the steps alone: ask scontrol. A job that is cancelled, or that SLURM itself is queueing
+# again, is not RUNNING any more.
 job=" $(scontrol --oneliner show job "$SLURM_JOB_ID") "
 if [[ $job == *" JobState=RUNNING "* ]] && [[ $asked == 1 || $job =~ " PreemptTime="[0-9] ]]; then
-    trap '' USR1 TERM  # what queueing again sends to this script must not end what is queued
+    trap '' USR1 TERM  # the signals of requeueing must not end the queued job
     scontrol requeue "$SLURM_JOB_ID"
 fi
 exit "$status"

@@ -1,4 +1,4 @@
-"""Tokenizers whose decoding returns exactly the encoded text: SentencePiece's, Hugging Face's, and of nucleotides."""
+"""Tokenizers whose decoding returns exactly the encoded text: SentencePiece, Hugging Face and nucleotides."""
 
 from pathlib import Path
 
@@ -21,12 +21,12 @@ def load_tokenizer(path: str | Path, eos_token: str | None = None, add_bos: bool
     """Reads a SentencePiece ``.model`` or a Hugging Face ``tokenizer.json``.
 
     Args:
-        eos_token: the piece that ends a document. None: the model's own; for tokenizer.json that of
-            tokenizer_config.json next to it.
+        eos_token: the piece that ends a document. None: the model's own; for tokenizer.json the one
+            in tokenizer_config.json next to it.
         add_bos: documents begin with bos (data.tokenizer.add_bos).
 
     Raises:
-        UserError: the file is missing or broken, or has no end-of-text piece, or no bos that is asked for.
+        UserError: the file is missing or broken, or lacks an end-of-text piece, or the bos of ``add_bos``.
     """
     try:
         model = Path(path).read_bytes()

@@ -22,10 +22,10 @@ class Tokenizer(ABC):
         begin: ids that training puts before the text of every document: bos with data.tokenizer.add_bos, else none.
         names: each id's piece as the model file spells it; "" where an id has none.
         pieces: bytes (UTF-8) of each id; b"" for control pieces.
-        dummy_prefix: a space is put before the text, which decoding must take away again (Llama's tokenizers).
-        is_text: False where its alphabet is that of a sequence, which no text could come back from.
+        dummy_prefix: encoding puts a space before the text, and decoding must remove it (Llama's tokenizers).
+        is_text: False for an alphabet of bases, from which no text could come back.
         chat_template: transformers' template of a chat, for exports; None without one.
-        complement: id -> id of the other strand's base, int64 (vocab_size,); None where there is no such thing.
+        complement: id -> id of the complementary base, int64 (vocab_size,); None if there is no other strand.
     """
 
     path: Path
@@ -86,7 +86,7 @@ class Tokenizer(ABC):
 
 
 def saved_tokenizer(folder: Path) -> Path:
-    """The path of the tokenizer in a folder; of the one that should be there, if there is none."""
+    """Path of the tokenizer in a folder; if there is none, the path that it should have."""
     return next((folder / name for name in FILES if (folder / name).is_file()), folder / FILES[0])
 
 
@@ -95,7 +95,7 @@ class StreamDecoder:
 
     Args:
         continues: the ids continue other text (generation after a prompt): a leading space belongs to them.
-        unfinished: that of the decoder of the ids before.
+        unfinished: the property of that name from the decoder of the preceding ids.
     """
 
     def __init__(self, tokenizer: Tokenizer, continues: bool = False, unfinished: bytes = b""):

@@ -17,7 +17,7 @@ CONFIG = "tokenizer_config.json"
 CONTROLS = ("bos_token", "eos_token", "pad_token", "unk_token", "cls_token", "sep_token", "mask_token")
 """Entries of CONFIG that name a control token each."""
 _NEVER = -1e9
-"""Score of a piece that text never becomes, in a Unigram model."""
+"""Score at which a Unigram model never uses a piece."""
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
@@ -25,10 +25,10 @@ class HuggingFaceTokenizer(Tokenizer):
     """A tokenizer.json of byte-level BPE (GPT-2's family) or of SentencePiece's kind (Llama's, with byte fallback).
 
     Control tokens are those with ``special`` in the file, those that tokenizer_config.json next to it names, the
-    model's unknown token and ``eos_token``. Text that spells one is text.
+    model's unknown token and ``eos_token``. Text that spells one is encoded as text.
 
     Raises:
-        UserError: broken file, one of another kind, ``eos_token`` is no piece of it, or text becomes that piece.
+        UserError: broken file, other kind of file, ``eos_token`` is no piece of it, or text is encoded to that piece.
     """
 
     def __init__(self, path: Path, model: bytes, eos_token: str | None = None):
@@ -83,7 +83,7 @@ class HuggingFaceTokenizer(Tokenizer):
         return Path(shutil.copyfile(self.path, folder / FILES[1]))
 
     def _put_first(self) -> str | None:
-        """The token that the file itself puts before a text; None where it puts none."""
+        """Token that the file itself puts before a text; None if there is none."""
         marked, alone = self._tokenizer.encode("a"), self._tokenizer.encode("a", add_special_tokens=False)
         return marked.tokens[0] if alone.ids in (marked.ids[1:], marked.ids[1:-1]) else None
 
@@ -136,7 +136,7 @@ def _config(path: Path) -> dict:
 
 
 def _chat_template(path: Path, config: dict) -> str | None:
-    """The template in a file of its own, else that of tokenizer_config.json; of several the one called default."""
+    """Template in chat_template.jinja, else in tokenizer_config.json; of several the one called default."""
     try:
         return (path.parent / "chat_template.jinja").read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -167,7 +167,7 @@ def _controls(tree: dict, config: dict) -> set[str]:
 
 
 def _marked(tree: dict, controls: set[str]) -> bytes | None:
-    """A tokenizer.json in which all ``controls`` are special, and no text becomes one; None: it is that already.
+    """A tokenizer.json in which all ``controls`` are special and no text becomes one; None if ``tree`` already is one.
 
     The library finds added tokens in text unless they are special. A Unigram model may have them among its pieces.
     """
@@ -183,14 +183,14 @@ def _marked(tree: dict, controls: set[str]) -> bytes | None:
 
 
 def _kinds(tree: dict | None) -> list[str]:
-    """Names of a decoder and of those that it is made of."""
+    """Types of a decoder and of the decoders inside it."""
     if tree is None:
         return []
     return [tree["type"], *(kind for part in tree.get("decoders", []) for kind in _kinds(part))]
 
 
 def _byte_level() -> dict[int, str]:
-    """The character that stands for each byte in byte-level BPE (Radford et al. 2019): itself where it can be seen."""
+    """The character that stands for each byte in byte-level BPE (Radford et al. 2019): itself if it is visible."""
     seen = [*range(33, 127), *range(161, 173), *range(174, 256)]
     hidden = [byte for byte in range(256) if byte not in seen]
     return {byte: chr(byte) for byte in seen} | {byte: chr(256 + i) for i, byte in enumerate(hidden)}

@@ -1,4 +1,4 @@
-"""One token a base: A, C, G, T, N and HyenaDNA's seven specials."""
+"""Tokenizer with one token per base: A, C, G, T, N and HyenaDNA's seven special tokens."""
 
 import hashlib
 import json
@@ -29,7 +29,7 @@ def _file() -> bytes:
 
 
 MODEL = _file()
-"""The bytes of its model file, by which it is known."""
+"""Bytes of the model file, by which load_tokenizer recognises it."""
 CONFIG = json.dumps({
     "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "[BOS]", "eos_token": "[SEP]", "pad_token": "[PAD]",
 })  # fmt: skip
@@ -40,7 +40,7 @@ _SPELT = np.array([ord(name[0]) for name in TOKENS], np.uint8)
 
 
 class NucleotideTokenizer(Tokenizer):
-    """Twelve ids. Lower case is upper case; every other character, an ambiguous base's among them, becomes N."""
+    """Tokenizer of twelve ids. Lower case counts as upper case; all else, ambiguous bases included, becomes N."""
 
     is_text = False
     complement = COMPLEMENT

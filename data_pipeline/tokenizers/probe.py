@@ -1,4 +1,4 @@
-"""Does a tokenizer give back the text? Tried on kinds of text that lossy ones change."""
+"""Test of whether a tokenizer gives back the text, on kinds of text that lossy tokenizers change."""
 
 from titans_pt.data_pipeline.tokenizers.base import Tokenizer
 
@@ -23,7 +23,7 @@ KINDS = {
     "control characters": "a\x00\x01\x07\x1b\x7fb",
     "invisible characters": "a\u00a0b\u00adc\u200bd\u2028e\ufefff",
 }
-"""Kind -> a text of it, or several, each tried by itself."""
+"""Kind -> an example text, or several, each tried by itself."""
 
 
 def lost_kinds(tokenizer: Tokenizer) -> list[str]:

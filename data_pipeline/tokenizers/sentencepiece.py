@@ -13,7 +13,7 @@ from titans_pt.data_pipeline.tokenizers.base import FILES, Tokenizer
 from titans_pt.errors import UserError
 
 SPACE = "\u2581"
-"""SentencePiece's own sign for a space; in text it would come back as one."""
+"""SentencePiece's sign for a space; in a text it would come back as a space."""
 _STRETCH = 1 << 16
 """Longest text given to SentencePiece at once: beyond it, time per token doubles, at 100 bytes per character."""
 
@@ -60,7 +60,7 @@ class SentencePieceTokenizer(Tokenizer):
         plain = [not self._escapes or SPACE not in text for text in texts]
         plain = [ok and (len(text) <= _STRETCH or not self._cuts) for ok, text in zip(plain, texts, strict=True)]
         short = [text for ok, text in zip(plain, texts, strict=True) if ok]
-        # A list is handed to a pool of threads, even for one: many times the work of a sentence.
+        # SentencePiece starts a pool of threads for a list, even for one thread: many times the work of a sentence.
         encoded = iter(self._sp.encode(short, num_threads=threads) if threads > 1 else map(self._sp.encode, short))
         return [next(encoded) if ok else self._encode_parts(text) for ok, text in zip(plain, texts, strict=True)]
 
@@ -79,10 +79,10 @@ class SentencePieceTokenizer(Tokenizer):
 
 
 def _stretches(text: str) -> Iterator[tuple[int, int]]:
-    """(start, stop) of stretches of at most _STRETCH, cut before a newline or else a space where there is one.
+    """Yields (start, stop) of stretches of at most _STRETCH characters, cut before a newline, or else before a space.
 
-    The ids are those of the whole text, because no piece crosses a newline, and usually none a space. Where a stretch
-    has neither, the one word that is cut may be split otherwise; it is decoded to the same text.
+    The ids are those of the whole text, because no piece crosses a newline, and usually none crosses a space. If a
+    stretch has neither, the word that is cut may become other pieces, which decode to the same text.
     """
     start = 0
     while len(text) - start > _STRETCH:

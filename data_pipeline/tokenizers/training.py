@@ -13,7 +13,7 @@ from titans_pt.errors import UserError
 from titans_pt.tools.files import write_atomically
 
 _LINE_CHARACTERS = 4096
-"""Longest line given to the trainer at once; it silently skips longer ones than its limit, which is in bytes."""
+"""Longest line given to the trainer, which silently skips lines beyond a limit of its own, in bytes."""
 
 
 def train_tokenizer(
@@ -23,7 +23,7 @@ def train_tokenizer(
 
     The text is taken as it is (no normalisation, no added space), digits are single pieces. Newlines are
     bytes, which keeps every piece inside a line. Each of ``symbols`` is one token wherever a text has it
-    (SentencePiece's user-defined symbols), the longest where several begin. The same texts and symbols give the same
+    (SentencePiece's user-defined symbols), the longest if several match. The same texts and symbols give the same
     file. unk 0, bos 1, eos 2.
 
     Raises:
@@ -67,7 +67,7 @@ def train_tokenizer(
 def _lines(texts: Iterable[str], max_characters: int, failures: list[Exception]) -> Iterator[str]:
     """Lines of at most _LINE_CHARACTERS, max_characters in all.
 
-    What ``texts`` raises is kept in ``failures``: the trainer turns it into a plain RuntimeError.
+    An exception of ``texts`` is kept in ``failures``: the trainer turns it into a plain RuntimeError.
     """
     try:
         for text in texts:

@@ -1,7 +1,7 @@
-"""One softmax over tokens and a prefix on a CPU: PyTorch's FlashAttention for CPUs on each, merged as in flash.py.
+"""Attention over tokens and a prefix on a CPU: PyTorch's CPU FlashAttention on each, merged as in flash.py.
 
-As one call of scaled_dot_product_attention the two kinds of scores need queries and keys of twice the width, for which
-PyTorch has no fused kernel: twice the time.
+A single call of scaled_dot_product_attention would need queries and keys of twice the width to hold both kinds of
+scores. PyTorch has no fused kernel for that, and the call takes twice the time.
 """
 
 import torch
@@ -14,7 +14,7 @@ _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 def serves(q: Tensor) -> bool:
-    """Whether :func:`attend` takes queries like these, as things are."""
+    """Whether :func:`attend` can serve these queries now: device, dtype, no torch.compile."""
     return q.device.type == "cpu" and q.dtype in (torch.float32, torch.float64) and not torch.compiler.is_compiling()
 
 
@@ -22,9 +22,14 @@ def attend(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, prefix_q: Tensor, prefix_k: Tensor,
     prefix_v: Tensor,
 ) -> Tensor:  # fmt: skip
-    """q (B, T, H, D), k, v (B, S, H, D), mask bool (B or 1, T, S), True where a key is seen, or None: everywhere, or up
-    to the query's own place with ``causal`` (T = S). prefix_q as q; prefix_k, prefix_v (B, P, H, D), which every query
-    sees. Every query must see a key. Returns (B, T, H, D)."""
+    """Attend to tokens and a prefix with one softmax; returns (B, T, H, D). Every query must see a key.
+
+    Args:
+        q: (B, T, H, D). k, v: (B, S, H, D).
+        mask: bool (B or 1, T, S), True where a key is seen. None: all keys, or with ``causal`` (T = S) the keys up to
+            the query's own position.
+        prefix_q: as q. prefix_k, prefix_v: (B, P, H, D), which every query sees.
+    """
     if mask is not None:
         mask = torch.zeros(mask.shape, dtype=q.dtype).masked_fill_(~mask, -torch.inf).unsqueeze(1)
     heads_first = (x.transpose(1, 2) for x in (q, k, v, prefix_q, prefix_k, prefix_v))

@@ -1,4 +1,4 @@
-"""The attention of the models, by the fastest way that serves."""
+"""Attention of the models: each call uses the fastest implementation that supports it."""
 
 import torch
 import torch.nn.functional as F
@@ -24,17 +24,19 @@ def causal_attention(
     bounds: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """Each token sees itself, the ``window - 1`` tokens before it, the first ``sinks`` tokens, and the whole prefix.
+    """Compute causal attention, optionally with a window, sinks and a prefix.
+
+    Each token sees itself, the ``window - 1`` tokens before it, the first ``sinks`` tokens, and the whole prefix.
 
     Args:
         q: (B, T, H, D), the last T of the S tokens that k, v (B, S, K, D) hold; S > T continues a stream. K divides H:
-            neighbouring heads of queries share one of keys and values.
+            neighbouring query heads share one key and value head.
         window: tokens seen, the token itself included; None for all.
         sinks: number of first keys (see ``first``) that a query sees regardless of the window.
         prefix: tokens that every query sees.
         first: (B, T) int64, lowest index into k that each query may see (a document's start); None for 0.
-        bounds: (n + 1,) int32, ascending, equal ones allowed: with S = T, where documents start when the rows lie end
-            to end, row starts among them, then B * T. None: "flash" finds them in ``first``, and the host waits.
+        bounds: (n + 1,) int32, ascending, repeats allowed, for S = T: starts of documents in the concatenated rows,
+            row starts included, then B * T. None: "flash" computes them from ``first``, and the host waits.
         backend: "flash" (FlashAttention's formulas), "masked" (explicit masks), "auto": flash where its kernels run.
 
     Returns:
@@ -55,7 +57,7 @@ def causal_attention(
     whole = min(window + sinks - past, q.shape[1]) if window and sinks else 0
     if whole <= 0:
         return _windowed(q, k, v, window, sinks, prefix, bounds)
-    # Up to there no token lies between the sinks and a window: it is causal attention.
+    # For the first ``whole`` queries no key lies between sinks and window: plain causal attention.
     begin, end = (slice(None, whole), slice(None, past + whole)), (slice(whole, None), slice(None))
     outputs = []
     for queries, keys in (begin, end) if whole < q.shape[1] else (begin,):
@@ -88,12 +90,12 @@ def segment_attention(
     prefix: Prefix | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """MAC's attention in a segment that starts with the first token: causal over tokens and over memory tokens.
+    """Compute MAC's attention in one segment: causal over its tokens and over memory tokens.
 
     Args:
-        q: (B, T, H, D), k, v: (B, T, K, D), T tokens of the segment; K divides H.
+        q: (B, T, H, D), k, v: (B, T, K, D), the first T tokens of the segment; K divides H.
         memory_k, memory_v: (B, M, K, D), one memory token for every ``stride`` tokens, M = ceil(T / stride): token i
-            sees number i // stride and those before it.
+            sees memory tokens 0 to i // stride.
         prefix: tokens that every query sees.
         backend: see :func:`causal_attention`.
 
@@ -105,7 +107,7 @@ def segment_attention(
     length = q.shape[1]
     missing = -length % stride
     if missing:
-        # An unfinished group is filled up with queries after all others; their outputs are dropped.
+        # Queries appended at the end fill up an unfinished group; their outputs are dropped.
         q, k, v = (F.pad(x, (0, 0, 0, 0, 0, missing)) for x in (q, k, v))
         prefix = prefix and Prefix(F.pad(prefix.q, (0, 0, 0, 0, 0, missing)), prefix.k, prefix.v)
     parts = [KeySet(q, k, v), KeySet(q, memory_k, memory_v, shared=stride)]
@@ -121,7 +123,7 @@ def _flash(q: Tensor, backend: str) -> bool:
 
 
 def _bounds(first: Tensor) -> Tensor:
-    """first (B, T) of whole rows -> where documents begin when the rows lie end to end, and their end; int32."""
+    """first (B, T) of whole rows -> starts of documents in the concatenated rows, then B * T; int32."""
     batch, length = first.shape
     starts = (first == torch.arange(length, device=first.device)).flatten().nonzero().flatten()
     return F.pad(starts, (0, 1), value=batch * length).to(torch.int32)

@@ -1,13 +1,13 @@
-"""FlashAttention over several sets of keys as ONE softmax: a window and an always-visible prefix, say.
+"""FlashAttention over several sets of keys as ONE softmax, for example a window and an always-visible prefix.
 
 Each :class:`KeySet` is one call of a kernel that returns its output o_p and the log-sum-exp l_p of its scores. The
 softmax over all sets together is
 
     l = log sum_p exp(l_p),    o = sum_p exp(l_p - l) o_p
 
-and its gradient is exact when every part's backward kernel is given the MERGED o and l: a backward kernel computes the
-probabilities as exp(score - l) and needs rowsum(do * o), which are then those of the whole softmax (as ring attention
-does; arXiv 2310.01889).
+Its gradient is exact when every part's backward kernel is given the MERGED o and l. A backward kernel computes the
+probabilities as exp(score - l) and needs rowsum(do * o); with the merged values both belong to the whole softmax. Ring
+attention does the same (arXiv 2310.01889).
 """
 
 from dataclasses import dataclass
@@ -22,15 +22,15 @@ from titans_pt.kernels.common import first_derivatives_only
 
 @dataclass
 class KeySet:
-    """Keys that the queries see by one rule. S keys, T queries.
+    """One set of S keys that T queries see by one rule.
 
     q: (B, T, H, D). k, v: (B, S, K, D), K dividing H. A part may have its own queries (rotated in one, not in another).
     causal: query i sees the keys up to i + S - T (the last query sees all); else it sees all keys.
     window: with causal, only this many of the newest keys; None for all.
     shared: consecutive queries that see the same keys: query i counts as number i // shared of
         T / shared queries.
-    documents: (n + 1,) int32, ascending from 0 to B * T, equal ones allowed: with T = S, tokens between two of these
-        places (rows laid end to end) see only one another. Row starts are among them.
+    documents: (n + 1,) int32, ascending from 0 to B * T, repeats allowed, for T = S: document boundaries in the
+        concatenated rows, row starts included. A token sees only tokens of its own document.
     """
 
     q: Tensor
@@ -44,7 +44,7 @@ class KeySet:
 
 @dataclass
 class MaskRule:
-    """A kernel's arguments besides the tensors; see :class:`KeySet`. row: T, which no document is longer than."""
+    """A kernel's arguments besides the tensors; see :class:`KeySet`. row: T, the longest that a document can be."""
 
     causal: bool
     window: int | None
@@ -54,10 +54,10 @@ class MaskRule:
 
 
 def flash_attention(parts: list[KeySet]) -> Tensor:
-    """One softmax over the keys of all parts, scores scaled by D ** -0.5 -> (B, T, H, D) in the queries' dtype.
+    """Attend to the keys of all parts with one softmax; returns (B, T, H, D) in the queries' dtype.
 
-    On CUDA in fp16 or bf16 by FlashAttention (head width a multiple of 8, at most 256), elsewhere by its plain
-    equivalent. Every query must see a key.
+    Scores are scaled by D ** -0.5. CUDA tensors in fp16 or bf16 use FlashAttention (head width a multiple of 8, at most
+    256), others its plain equivalent. Every query must see a key.
     """
     rules = [MaskRule(p.causal, p.window, p.shared, p.documents, p.q.shape[1]) for p in parts]
     # Views: parts may share their queries, and torch.compile takes no tensor twice.
@@ -102,7 +102,7 @@ class _Merged(torch.autograd.Function):
         return None, *grads
 
 
-# ---- a part's tensors as its kernel wants them: queries that see the same keys become heads, documents one long row
+# ---- layout of a part for its kernel: queries that see the same keys become heads, documents one long row
 
 
 def _folded(x: Tensor, rule: MaskRule, query: bool) -> Tensor:

@@ -1,4 +1,4 @@
-"""Attention by explicit masks on PyTorch's scaled_dot_product_attention: any device and dtype, and the oracle."""
+"""Attention with explicit masks, by PyTorch's scaled_dot_product_attention: any device and dtype; tests' reference."""
 
 from dataclasses import dataclass
 
@@ -9,14 +9,14 @@ from torch import Tensor
 from titans_pt.kernels.attention import cpu, token
 
 QUERY_BLOCK = 512
-"""Queries of one call where a mask is needed: a window then costs T x (window + block), not T x T."""
+"""Queries per call if a mask is needed: a window then costs T x (window + block), not T x T."""
 
 
 @dataclass
 class Prefix:
     """Tokens without a position that every query sees.
 
-    q: (B, T, H, D), the queries NOT rotated: what a token gets of the prefix must not depend on its place.
+    q: (B, T, H, D), the queries NOT rotated: what a token reads from the prefix must not depend on its position.
     k, v: (B, P, K, D).
     """
 
@@ -33,10 +33,13 @@ def masked_attention(
     prefix: Prefix | None = None,
     causal: bool = False,
 ) -> Tensor:
-    """q (B, T, H, D), k, v (B, S, K, D), mask bool (B or 1, T, S), True where a key is seen; None: everywhere, or with
-    ``causal`` (T = S) up to the query's own place. K divides H: neighbouring heads of queries share one of keys.
+    """Attend to the keys that a mask allows, and to a prefix; returns (B, T, H, D).
 
-    Returns (B, T, H, D).
+    Args:
+        q: (B, T, H, D). k, v: (B, S, K, D). K divides H: neighbouring query heads share one key and value head.
+        mask: bool (B or 1, T, S), True where a key is seen. None: all keys, or with ``causal`` (T = S) the keys up to
+            the query's own position.
+        prefix: tokens that every query sees.
     """
     if mask is None and token.serves(q):
         return token.attend([(q, k, v)] if prefix is None else [(prefix.q, prefix.k, prefix.v), (q, k, v)])
@@ -74,7 +77,7 @@ def causal_masked(
     first: Tensor | None = None,
     sinks: int = 0,
 ) -> Tensor:
-    """:func:`titans_pt.kernels.attention.causal_attention`, which says what the arguments are."""
+    """Compute :func:`titans_pt.kernels.attention.causal_attention` with masks; same arguments."""
     length, past = q.shape[1], k.shape[1] - q.shape[1]
     if window is None or (first is None and k.shape[1] <= window + sinks):
         window, sinks = None if sinks else window, 0
@@ -90,7 +93,7 @@ def causal_masked(
         end = min(begin + QUERY_BLOCK, length)
         low = 0 if window is None else max(0, past + begin - window + 1)
         if sinks and (first is not None or low <= sinks):
-            low = 0  # a document's first tokens lie anywhere
+            low = 0  # a document's sinks may lie anywhere
         query = torch.arange(past + begin, past + end, device=q.device)[:, None]
         key = torch.arange(low, past + end, device=q.device)
         keys, values = k[:, low : past + end], v[:, low : past + end]
@@ -114,7 +117,7 @@ def causal_masked(
 def segment_masked(
     q: Tensor, k: Tensor, v: Tensor, memory_k: Tensor, memory_v: Tensor, stride: int, prefix: Prefix | None = None
 ) -> Tensor:
-    """:func:`titans_pt.kernels.attention.segment_attention`, which says what the arguments are."""
+    """Compute :func:`titans_pt.kernels.attention.segment_attention` with masks; same arguments."""
     place = torch.arange(q.shape[1], device=q.device)
     memory = torch.arange(memory_k.shape[1], device=q.device) * stride
     mask = torch.cat([memory, place]) <= place[:, None]

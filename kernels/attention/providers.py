@@ -20,15 +20,15 @@ from titans_pt.kernels.common import warn_once
 
 HALF = (torch.float16, torch.bfloat16)
 OLDEST = (2, 7)
-"""flash-attn whose functions take the arguments with which FlashAttn calls them."""
+"""Oldest flash-attn whose functions take the arguments that FlashAttn passes."""
 
 
 def flash_attn_serves() -> bool:
-    """Whether a flash-attn is installed that FlashAttn can call. A warning says why one that is installed is not."""
+    """Whether FlashAttn can call an installed flash-attn. A version that is too old gives a warning."""
     spec = find_spec("flash_attn")
     if spec is None:
         return False
-    # FlashAttention 4 alone has a package of the same name, without version 2's functions.
+    # FlashAttention 4 installs a package of the same name, which lacks version 2's functions.
     folders = spec.submodule_search_locations or ()
     if not any((Path(folder) / "flash_attn_interface.py").exists() for folder in folders):
         return False
@@ -57,13 +57,16 @@ def choose(q: Tensor):
 
 
 def _sides(rule) -> tuple[int, int]:
-    """Keys seen left and right of a query's own place, as FlashAttention counts them; -1 is no bound."""
+    """Keys seen left and right of a query's own position, as FlashAttention counts them; -1: no bound."""
     return (-1 if rule.window is None else rule.window - 1), (0 if rule.causal else -1)
 
 
 def _longest(rule) -> int:
-    """Bound of a document's tokens. Told of documents of one token each, FlashAttention puts query heads that share a
-    key head in the place of tokens, and miscounts where some documents are empty."""
+    """Upper bound of a document's tokens, at least 2.
+
+    With a bound of 1, FlashAttention lays query heads that share a key head out as tokens, and miscounts if some
+    documents are empty.
+    """
     return max(rule.row, 2)
 
 
@@ -139,7 +142,7 @@ class FlashAttn:
 
 
 class Plain:
-    """FlashAttention's two formulas on whole matrices, any device and dtype: what the kernels are checked against."""
+    """FlashAttention's two formulas on whole matrices, any device and dtype: the reference for the kernels."""
 
     @classmethod
     def forward(cls, q: Tensor, k: Tensor, v: Tensor, rule):

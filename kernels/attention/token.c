@@ -1,11 +1,11 @@
-/* Attention of one token of each row over keys that lie in several places, each with a query of its own, under one
-softmax. Called through ctypes (token.py). */
+/* Attention of one token per row over several sets of keys, each set with its own query, under one softmax. Called
+through ctypes (token.py). */
 
 #include "../vector.h"
 
 #define MAX_PARTS 4
 
-/* q (rows, heads, width), k, v (rows, keys, heads / group, width), where a row and a key begin so many numbers apart. */
+/* q (rows, heads, width), k, v (rows, keys, heads / group, width); q_row .. v_key: strides of rows and keys in numbers. */
 typedef struct {
     const real *q, *k, *v;
     int64_t keys, q_row, k_row, k_key, v_row, v_key;
@@ -13,7 +13,7 @@ typedef struct {
 
 typedef struct {
     int64_t heads, width, parts;
-    int64_t group; /* neighbouring heads of queries that share one of keys and values */
+    int64_t group; /* neighbouring query heads that share one key and value head */
     double scale;
     Part part[MAX_PARTS];
 } Call;

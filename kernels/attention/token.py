@@ -1,4 +1,4 @@
-"""Attention of one token of a stream, for generation on a CPU: in C, over keys where they lie, without copies."""
+"""Attention of one token, for generation on a CPU: in C, on the keys in place, without copies."""
 
 import ctypes
 from collections.abc import Sequence
@@ -27,17 +27,17 @@ class _Call(ctypes.Structure):
 
 
 def serves(q: Tensor) -> bool:
-    """Whether :func:`attend` takes queries like these, (B, T, H, D), as things are."""
+    """Whether :func:`attend` can serve queries (B, T, H, D) now: one token, no autograd, no torch.compile."""
     if q.shape[1] != 1 or torch.is_grad_enabled() or torch.compiler.is_compiling():
         return False
     return native.unserved(SOURCE, q) is None
 
 
 class AttentionToken:
-    """One softmax over the keys of up to MAX_PARTS parts, of queries that stay where they are.
+    """One softmax over the keys of up to MAX_PARTS parts, prepared for queries at fixed addresses.
 
-    heads: of the queries. kv_heads: of keys and values, each shared by heads / kv_heads heads of queries.
-    queries: of each part (B, H D) or (B, 1, H, D), contiguous. out: as they are, filled by each call.
+    heads: query heads. kv_heads: key and value heads, each shared by heads / kv_heads query heads.
+    queries: one per part, (B, H D) or (B, 1, H, D), contiguous. out: same shape, filled by each call.
     """
 
     def __init__(self, heads: int, kv_heads: int, *queries: Tensor):
@@ -51,7 +51,7 @@ class AttentionToken:
         self._arguments = ctypes.byref(self._call), ctypes.c_void_p(self.out.data_ptr())
 
     def __call__(self, *parts: tuple[Tensor, Tensor]) -> Tensor:
-        """parts: keys and values (B, n, K, D) for each of the queries, in any layout of theirs."""
+        """Fill and return ``out``. parts: keys and values (B, n, K, D) for each query, in any memory layout."""
         kept, keys, dtype = [], 0, self.out.dtype
         for place, (k, v) in zip(self._call.part, parts, strict=False):
             k, v = _heads_together(k.to(dtype)), _heads_together(v.to(dtype))
@@ -72,5 +72,5 @@ def attend(parts: Sequence[tuple[Tensor, Tensor, Tensor]]) -> Tensor:
 
 
 def _heads_together(x: Tensor) -> Tensor:
-    """x (B, n, K, D), copied unless the heads of a token lie one after the other."""
+    """Return x (B, n, K, D), copied unless each token's heads are contiguous."""
     return x if x.stride(-1) == 1 and x.stride(-2) == x.shape[-1] else x.contiguous()

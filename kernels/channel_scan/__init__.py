@@ -1,4 +1,4 @@
-"""The scan of Mamba and Longhorn: a small state per channel, every entry of which decays at its own pace."""
+"""Selective scan of Mamba and Longhorn: a small state per channel, in which each entry has its own decay."""
 
 from titans_pt.kernels.channel_scan.dispatch import channel_scan, unserved
 

@@ -1,11 +1,11 @@
-/* The selective scan, forward and backward. A vector holds neighbouring channels, whose states pass through the sequence
-in a core's cache; decays are computed where they are used and never written to memory but for a tile of tokens. The
-states before each tile are kept for the backward pass, which plays the tiles again, the last one first. Called through
-ctypes (native.py). */
+/* The selective scan, forward and backward. A vector holds neighbouring channels; their states stay in a core's cache for
+the whole sequence. Decays are computed where they are used; only those of one tile of tokens are stored. The forward pass
+saves the state before each tile, and the backward pass recomputes the tiles, last one first. Called through ctypes
+(native.py). */
 
 #include "../vector.h"
 
-/* Tokens of a tile; channels that are computed by one thread, of one row, on their own. */
+/* tile: tokens per tile. block: channels of one row that one thread computes together. */
 typedef struct {
     int64_t batch, tokens, channels, states, tile, block;
 } Call;
@@ -21,7 +21,7 @@ INLINE int64_t blocks(const Call *call) { return (call->channels + call->block -
 INLINE int64_t tiles(const Call *call) { return (call->tokens + call->tile - 1) / call->tile; }
 INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
-/* (states, channels) of a row or a tile, from channel ``at`` on, and back. */
+/* Load ``count`` channels of a state (states, channels) into vectors; scatter stores them back. */
 INLINE void gather(const Call *call, const real *from, int count, vec *to) {
     for (int64_t n = 0; n < call->states; n++) to[n] = load(from + n * call->channels, count);
 }
@@ -53,8 +53,8 @@ INLINE void scan(const Call *call, const Inputs *in, int mamba, int64_t b, int64
     }
 }
 
-/* state (batch, states, channels) -> out (batch, tokens, channels), after as state, and, where they are to be kept (not
-NULL), the states before each tile, starts (batch, tiles, states, channels). Items first .. last - 1 of batch * blocks. */
+/* state (batch, states, channels) -> out (batch, tokens, channels), after (as state) and, unless NULL, starts (batch,
+tiles, states, channels), the states before each tile. Items first .. last - 1 of batch * blocks. */
 int forward(const Call *call, const Inputs *in, const real *state, real *out, real *after, real *starts, int64_t first,
             int64_t last) {
     int64_t D = call->channels, N = call->states;
@@ -77,8 +77,8 @@ int forward(const Call *call, const Inputs *in, const real *state, real *out, re
     return 0;
 }
 
-/* What a vector of channels works with in a tile: h (tile + 1, states), the states before its tokens and after the last;
-a, to_k, to_q (tile, states); rate, d_rate, later (states), the last the gradient of the state after a token. */
+/* Work space for one vector of channels in one tile: h (tile + 1, states), the states before its tokens and after the
+last; a, to_k, to_q (tile, states); rate, d_rate (states); later (states), the gradient of the state after a token. */
 typedef struct {
     vec *h, *a, *to_k, *to_q, *rate, *d_rate, *later;
 } Work;
@@ -124,8 +124,8 @@ INLINE void reverse_tile(const Call *call, const Inputs *in, int mamba, int64_t 
     }
 }
 
-/* d_out -> d_x, d_step as x; d_k, d_q (blocks, batch, tokens, states) and d_rate (batch, states, channels), parts that
-are to be summed. d_state holds the gradient of ``after`` before, that of ``state`` afterwards. Items as above. */
+/* d_out -> d_x, d_step as x; d_k, d_q (blocks, batch, tokens, states) and d_rate (batch, states, channels), partial
+sums. d_state: the gradient of ``after`` on entry, of ``state`` on return. Items as above. */
 int backward(const Call *call, const Inputs *in, const real *starts, const real *d_out, real *d_state, real *d_x,
              real *d_step, real *d_k, real *d_q, real *d_rate, int64_t first, int64_t last) {
     int64_t B = call->batch, T = call->tokens, D = call->channels, N = call->states, cells = call->tile * N;

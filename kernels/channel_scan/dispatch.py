@@ -1,4 +1,4 @@
-"""The one entry: checks, dtypes, the choice of an implementation."""
+"""Entry point: checks, dtypes, and the choice of an implementation."""
 
 import torch
 from torch import Tensor
@@ -24,15 +24,17 @@ def channel_scan(
     reset: Tensor | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:
-    """The selective scan of Mamba and Longhorn: per channel c a state h_c of N entries; each token reads its own write.
+    """Run the selective scan of Mamba and Longhorn, with a state h_c of N entries per channel c.
+
+    Each token reads its own write:
 
         h_cn <- a_cn h_cn + step_c x_c k_n        y_c = sum_n q_n h_cn
 
         a_cn = exp(-rate_cn step_c)               Mamba (arXiv 2312.00752, Eq. 2 to 4): k = B, q = C, rate = exp(A_log)
         a_cn = 1 - step_c k_n^2                   Longhorn (arXiv 2407.14207) without a rate: step_c k'k < 1
 
-    It is :func:`titans_pt.kernels.linear_memory.linear_memory` with a channel for a head and V = 1: log decay log(a),
-    values step x, the same k and q for all heads. Neither a skip connection nor a gate is in it.
+    This equals :func:`titans_pt.kernels.linear_memory.linear_memory` with one head per channel and V = 1: log decay
+    log(a), values step x, k and q shared by all heads. Skip connection and gate are left to the caller.
 
     Args:
         x: (B, T, D), any float dtype; inputs of D channels.
@@ -40,18 +42,18 @@ def channel_scan(
         k, q: (B, T, N); how inputs enter the N entries of a state, how outputs are read from them.
         rate: (D, N), not negative, or None for Longhorn's decay.
         initial_state: (B, D, N), continue from it instead of 0. Gradients flow through it.
-        output_final_state: also return the state after the last token. It makes a cut at any token invisible.
+        output_final_state: also return the state after the last token, from which a later call continues exactly.
         reset: None or bool (B, T), True where a document starts: h = 0 there.
         backend: "loop" (definition, token by token in PyTorch), "native" (in C, on a CPU), "triton" (fused kernels, on
-            a GPU), "auto": triton on a GPU where it serves (a warning, once, says why it does not), native on a CPU
-            where it does, else loop.
+            a GPU), "auto": triton on a GPU if it can (else one warning gives the reason), native on a CPU if it can,
+            else loop.
 
     Returns:
         (B, T, D) in x's dtype, and the final state (B, D, N) or None. State and arithmetic are fp32, fp64 for fp64
         inputs.
 
     Raises:
-        ValueError: shapes or a backend that do not fit, or backend="triton" for what it does not serve.
+        ValueError: shapes or a backend that do not fit, or backend="triton" for a call that it does not support.
     """
     _check(x, step, k, q, rate, initial_state, reset, backend)
     dtype = state_dtype(x)

@@ -5,10 +5,11 @@ A program follows a few channels of a row through the sequence, a tile of tokens
     h_t = a_t h_{t-1} + u_t        (a, u), (b, w) -> (a b, b u + w)
 
 is an associative scan over tokens; h goes from tile to tile in registers. The decays a and inputs u, (B, T, D, N), are
-made in registers from (B, T, D) and (B, T, N) and never written. The states before each tile are kept for the backward
-pass, which takes the tiles in reverse: it scans h again (one token late: h_{t-1} is never had by dividing) and dh
-from the end. What is summed over channels (the gradients of k, q) is written per program and summed afterwards, not by
-atomic additions: the same call gives the same bits.
+computed in registers from (B, T, D) and (B, T, N) and never stored.
+
+The states before each tile are saved for the backward pass, which takes the tiles in reverse. It scans h again, shifted
+by one token to give h_{t-1} without a division, and dh from the end. Gradients of k and q are sums over channels. They
+are stored per program and added afterwards: without atomic additions the same call gives the same bits.
 """
 
 import torch
@@ -21,12 +22,12 @@ from titans_pt.kernels.namespace import namespace
 NAMESPACE = namespace(__name__, __file__)
 
 TOKENS = 32
-"""Tokens of a tile. Kept for the backward pass: 4 N / TOKENS bytes per token and channel."""
+"""Tokens of a tile. The states saved for the backward pass take 4 N / TOKENS bytes per token and channel."""
 CELLS = 128
-"""Entries of the state (channels times N) that a program has. Its share of the gradients of k and q, while the backward
-pass runs: 8 N N / CELLS bytes per token and channel."""
+"""Entries of the state (channels times N) per program. During the backward pass, the programs' shares of the gradients
+of k and q take 8 N N / CELLS bytes per token and channel."""
 WARPS = 8
-"""Warps of a program. All three fit the registers of Hopper's threads
+"""Warps of a program. With these three constants a program fits the registers of Hopper's threads
 (tests/kernels/channel_scan/test_compilation.py)."""
 STATES = (4, 8, 16, 32, 64, 128)
 
@@ -66,7 +67,7 @@ def _decay(step, k, rate, RATE: tl.constexpr):
 
 @triton.jit
 def _tokens(pointer, first, rows, columns, width, mask):
-    """(rows, columns) of a tensor (B T, width), fp32, zeros outside the mask; first: index of the first row's token."""
+    """Load (rows, columns) of a tensor (B T, width) as fp32, 0 outside the mask; first: token index of row 0."""
     return tl.load(pointer + first * width + (rows * width + columns), mask=mask, other=0.0).to(tl.float32)
 
 
@@ -133,7 +134,7 @@ def scan_backward(
         first, there = row * T + tile * TOKENS, tile * TOKENS + t < T
         wide, narrow = there[:, None] & (c < D)[None, :], there[:, None] & (n >= 0)[None, :]
 
-        # The state before each token: the tile scanned one token late. Masked loads make the first an identity.
+        # The state before each token: the tile scanned one token late. Masked loads make the first step an identity.
         before = (there & (t > 0))[:, None]
         s_b = _tokens(step, first - 1, t[:, None], c[None, :], D, before & (c < D)[None, :])
         x_b = _tokens(x, first - 1, t[:, None], c[None, :], D, before & (c < D)[None, :])
@@ -194,7 +195,7 @@ def scan_backward(
 
 
 def _launch(x: Tensor, k: Tensor, rate: Tensor | None, reset: Tensor | None) -> tuple[tuple[int, int], int, dict]:
-    """Grid, tiles, and what a kernel is launched with."""
+    """Return the grid, the number of tiles, and the constants of a launch."""
     channels = max(1, CELLS // k.shape[-1])
     constants = {
         "N": k.shape[-1], "TOKENS": TOKENS, "CHANNELS": channels, "RATE": rate is not None, "RESET": reset is not None,
@@ -214,8 +215,11 @@ def _operator(
     reset: Tensor | None,
     keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """All contiguous; reset uint8; keep: for a backward pass. Returns outputs, the state after the last token, and the
-    states before each tile (B, tiles, D, N), none if they are not kept."""
+    """Run the forward kernel on contiguous tensors; reset uint8; keep: save states for a backward pass.
+
+    Returns outputs, the state after the last token, and the states before each tile (B, tiles, D, N), none without
+    ``keep``.
+    """
     grid, tiles, constants = _launch(x, k, rate, reset)
     out, after = torch.empty_like(x), torch.empty_like(state)
     starts = state.new_empty(len(x), tiles if keep else 0, *state.shape[1:])
@@ -245,7 +249,7 @@ def _backward_operator(
     rate: Tensor | None,
     reset: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of x, step, k, q, rate (of one entry without it) and state."""
+    """Return the gradients of x, step, k, q, rate (one entry if there is no rate) and state."""
     grid, _, constants = _launch(x, k, rate, reset)
     d_x, d_step, d_state = torch.empty_like(x), torch.empty_like(step), torch.empty_like(d_after)
     d_k, d_q = (torch.empty(grid[1], *k.shape, dtype=torch.float32, device=k.device) for _ in range(2))

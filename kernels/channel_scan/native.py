@@ -1,4 +1,4 @@
-"""The scan in C, for CPUs: a few channels' states stay in a core's cache while the sequence passes (channel_scan.c)."""
+"""The scan in C (channel_scan.c), for CPUs: a few channels' states stay in a core's cache for the whole sequence."""
 
 import ctypes
 from pathlib import Path
@@ -12,9 +12,9 @@ from titans_pt.kernels.common import first_derivatives_only
 
 SOURCE = Path(__file__).with_name("channel_scan.c")
 TILE = 16
-"""Tokens between two states that are kept for the backward pass, which holds those between in a core's cache."""
+"""Tokens between two saved states. The backward pass recomputes the states between them in a core's cache."""
 BLOCK = 128
-"""Channels whose shares of the gradients of k and q are summed before the others'."""
+"""Channels per block. Gradients of k and q are summed over a block's channels first, then over blocks."""
 
 
 def unserved(x: Tensor) -> str | None:
@@ -25,10 +25,10 @@ def unserved(x: Tensor) -> str | None:
 def cpu_scan(
     x: Tensor, step: Tensor, k: Tensor, q: Tensor, rate: Tensor | None, state: Tensor, reset: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """:func:`loop_scan`, in C where that serves."""
+    """Compute :func:`loop_scan` in C if it can, else in PyTorch."""
     if unserved(x) is not None or state.device != x.device:
         return loop_scan(x, step, k, q, rate, state, reset)
-    # Neighbouring channels make a vector: they come last.
+    # Channels come last, because a vector register holds neighbouring channels.
     given = x, step, k, q, None if rate is None else rate.t(), state.mT, None if reset is None else reset.byte()
     tensors = [None if t is None else t.contiguous() for t in given]
     if torch.is_grad_enabled():
@@ -47,7 +47,7 @@ class _Inputs(ctypes.Structure):
 
 
 class _Scan(torch.autograd.Function):
-    """rate (N, D), state (B, N, D), as the C source has them; all contiguous."""
+    """Autograd of the C scan; rate (N, D), state (B, N, D), as in the C source; all contiguous."""
 
     @staticmethod
     def forward(ctx, *tensors: Tensor | None):
@@ -69,7 +69,7 @@ class _Scan(torch.autograd.Function):
 
 
 def _forward(tensors: list[Tensor | None], keep: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Outputs, the state after the last token, and those before each tile (B, tiles, N, D) if they are to be kept."""
+    """Return outputs, the state after the last token and, with ``keep``, those before each tile (B, tiles, N, D)."""
     x, step, k, q, rate, state, reset = tensors
     out, after = torch.empty_like(x), torch.empty_like(state)
     starts = state.new_empty(len(x), -(-x.shape[1] // TILE), *state.shape[1:]) if keep else None

@@ -1,6 +1,6 @@
-"""The scan as a break in the graph of torch.compile, which would unroll the loop: minutes. (It knows no C at all.)
+"""The scan behind a graph break: torch.compile would unroll the loop, which takes minutes, and cannot trace C.
 
-To have the loop compiled: backend="loop". (The fused kernels are one operator of the graph.)
+With backend="loop" the loop is compiled. The fused kernels are a single operator of the graph.
 """
 
 import torch

@@ -1,4 +1,4 @@
-/* The causal depthwise convolution of a few taps, with what often follows it (SiLU, heads of unit length), forward and
+/* The causal depthwise convolution of a few taps with the usual steps after it (SiLU, heads of unit length), forward and
 backward: each number is read and written once or twice. Called through ctypes (dispatch.py). */
 
 #include "../vector.h"
@@ -6,15 +6,14 @@ backward: each number is read and written once or twice. Called through ctypes (
 typedef struct {
     int64_t batch, tokens, channels, width;
     int64_t silu;
-    int64_t unit; /* channels of a head that is divided by its length; 0: none is */
+    int64_t unit; /* channels per head that is normalised to unit length; 0: no heads */
 } Call;
 
 /* The channels that are computed together: a head of unit length, or a vector. */
 INLINE int64_t group(const Call *call) { return call->unit ? call->unit : LANES; }
 
 /* x (batch, tokens, channels); past (batch, width - 1, channels), the inputs before it; taps (width, channels), the newest
-token's last; bias (channels) or NULL; reach (batch, tokens): how many of the inputs before each token it sees, or NULL:
-all. */
+token's last; bias (channels) or NULL; reach (batch, tokens): how many earlier inputs each token sees, or NULL: all. */
 typedef struct {
     const real *x, *past, *taps, *bias;
     const int64_t *reach;
@@ -75,7 +74,7 @@ int backward(const Call *call, const Inputs *in, const real *d_y, real *d_x, rea
     for (int64_t g = first; g < last; g++) {
         int64_t begin = g * G, end = begin + G < D ? begin + G : D;
         for (int64_t b = 0; b < call->batch; b++) {
-            /* The gradient of what the convolution gave goes where that of x will be. */
+            /* d_x holds the gradient of the convolution's output first; the gradient of x replaces it below. */
             for (int64_t t = 0; t < T; t++) {
                 const real *given = d_y + (b * T + t) * D;
                 real *d = d_x + (b * T + t) * D, scale = 1, along = 0;
@@ -112,7 +111,7 @@ int backward(const Call *call, const Inputs *in, const real *d_y, real *d_x, rea
                     store(d + at, d_c, count);
                 }
             }
-            /* Inputs in order: each reads gradients from its own place on, which no earlier one needs any more. */
+            /* In order of time: input t reads gradients from t on and overwrites its own, which no later one needs. */
             for (int64_t t = -before; t < T; t++)
                 for (int64_t at = begin; at < end; at += LANES) {
                     int count = width_at(at, end);

@@ -1,4 +1,4 @@
-"""The one entry: the choice of an implementation."""
+"""Entry point and choice of an implementation."""
 
 import ctypes
 from pathlib import Path
@@ -12,9 +12,9 @@ from titans_pt.kernels.common import first_derivatives_only
 
 SOURCE = Path(__file__).with_name("convolution.c")
 MAX_WIDTH = 16
-"""Taps that the C source serves; it adds the taps' gradients up in a core's cache."""
+"""Most taps that the C source supports; it sums the taps' gradients in a core's cache."""
 SMALLEST = 1e-6
-"""The length below which a head is not made longer; vector.h has the same."""
+"""Lower bound of the length that a head is divided by; vector.h has the same."""
 
 
 def short_convolution(
@@ -27,12 +27,12 @@ def short_convolution(
     silu: bool = False,
     unit: int = 0,
 ) -> Tensor:
-    """y_t = sum_i weight[:, width - 1 - i] x_{t-i} (+ bias), a filter for each channel.
+    """Convolve over time with a filter per channel: y_t = sum_i weight[:, width - 1 - i] x_{t-i} (+ bias).
 
     Args:
         x: (B, T, channels). past: (B, width - 1, channels), the inputs before it. weight: (channels, width), the newest
             input's last. bias: (channels,) or None.
-        reach: (B, T) int64, how many of the inputs before each token it sees, up to width - 1; None: all.
+        reach: (B, T) int64, number of earlier inputs that each token sees, up to width - 1; None: all.
         silu: apply SiLU.
         unit: then normalise every head of this many channels to unit length; 0: none.
 
@@ -51,7 +51,7 @@ def short_convolution(
 
 
 def finished(y: Tensor, silu: bool, unit: int) -> Tensor:
-    """y (B, T, channels) through SiLU, then every head of ``unit`` channels divided by its length; each if asked."""
+    """Apply SiLU to y (B, T, channels), then normalise heads of ``unit`` channels to unit length; each if asked for."""
     y = F.silu(y) if silu else y
     return F.normalize(y.unflatten(-1, (-1, unit)), dim=-1, eps=SMALLEST).flatten(-2) if unit else y
 
@@ -79,7 +79,7 @@ class _Inputs(ctypes.Structure):
 
 
 class _Convolution(torch.autograd.Function):
-    """apply(silu, unit, *tensors), the tensors those of :func:`_ready`."""
+    """Autograd of the C source: apply(silu, unit, *tensors), with the tensors of :func:`_ready`."""
 
     @staticmethod
     def forward(ctx, silu: bool, unit: int, *tensors: Tensor | None):
@@ -111,7 +111,7 @@ def _forward(tensors: tuple[Tensor | None, ...], silu: bool, unit: int) -> Tenso
 def _run(name: str, tensors: tuple[Tensor | None, ...], silu: bool, unit: int, *others: Tensor | None):
     x, width = tensors[0], len(tensors[2])
     call = _Call(*x.shape, width, silu, unit)
-    # Without heads a group is a vector: as many as the narrowest machine has.
+    # Without heads a group is a vector; counted here for the narrowest vectors, of 16 bytes.
     groups = x.shape[2] // unit if unit else -(-x.shape[2] * x.element_size() // 16)
     inputs = _Inputs(*map(native.pointer, tensors))
     function = getattr(native.library(SOURCE, x.dtype), name)

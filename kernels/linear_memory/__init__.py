@@ -1,4 +1,4 @@
-"""The linear memory: a matrix per head, written with outer products, that decays and may correct itself."""
+"""Linear memory: a matrix per head, written with outer products, with optional decay and delta rule."""
 
 from titans_pt.kernels.linear_memory.dispatch import linear_memory, unserved
 

@@ -9,10 +9,10 @@ and P(x, y)[i, j] = sum_k x[i, k] y[j, k] exp(G[i, k] - G[j, k]) for j <= i in o
 
 with e the erase keys, k itself for the delta rule (Yang et al., "Gated Delta Networks", arXiv 2412.06464, Section 3.3,
 here with a decay that may differ between channels).
-Only sums of log decays go through exp, never their negatives: whatever decays at most vanishes. Documents are cut by
-masks, since an infinite decay would give inf - inf.
+exp is applied to sums of log decays only, never to their negatives: it can underflow but not overflow. Masks separate
+documents, since an infinite decay would give inf - inf.
 
-Everything that does not need S is computed for all chunks at once; only S goes from chunk to chunk.
+Everything that does not need S is computed for all chunks at once; only S is passed from chunk to chunk.
 """
 
 import torch
@@ -73,7 +73,7 @@ def chunked_linear_memory(
         solved = torch.linalg.solve_triangular(left, right, upper=False, unitriangular=True)
         v, erasing = solved.split([v.shape[-1], k.shape[-1]], -1)
 
-    # unbind, not x[n]: the backward pass of that writes a gradient as large as x for every chunk.
+    # unbind, not x[n]: the backward pass of indexing writes a gradient as large as x for every chunk.
     ends = [None] * len(q) if end is None else end.unbind()
     states, made = [], []
     for v_n, erasing_n, writing_n, end_n in zip(*(x.unbind() for x in (v, erasing, writing.mT)), ends, strict=True):
@@ -85,11 +85,11 @@ def chunked_linear_memory(
 
 
 def _pairs(x: Tensor, y: Tensor, G: Tensor) -> Tensor:
-    """sum_k x[i, k] y[j, k] exp(G[i, k] - G[j, k]) for j <= i, else 0; (..., C, K) -> (..., C, C), C a power of two.
+    """Return sum_k x[i, k] y[j, k] exp(G[i, k] - G[j, k]) for j <= i, else 0: (..., C, C) from (..., C, K).
 
-    G never increases: exp(G[i] - G[j]) is the product of exp(G[i] - G[m]) and exp(G[m] - G[j]) with j <= m < i,
-    both at most 1. With m the end of the first half, the pairs that lie in different halves are one matrix product;
-    each half is the same problem again.
+    C is a power of two. G never increases: exp(G[i] - G[j]) is the product of exp(G[i] - G[m]) and exp(G[m] - G[j])
+    with j <= m < i, both at most 1. With m the end of the first half, the pairs that lie in different halves are one
+    matrix product; each half is the same problem again.
     """
     if x.shape[-2] == 1:
         return (x * y).sum(-1, keepdim=True)

@@ -1,4 +1,4 @@
-"""The one entry: checks, dtypes, the choice of an implementation."""
+"""Entry point: checks, dtypes, and the choice of an implementation."""
 
 import torch
 import torch.nn.functional as F
@@ -34,25 +34,25 @@ def linear_memory(
         S <- S + k_t u^T
         o_t = S^T q_t
 
-    It is the delta rule where beta or erase is given; e_t is k_t unless erase gives a key of its own to what is erased.
-    Without it this is linear attention (arXiv 2006.16236), RetNet (2307.08621), GLA (2312.06635), HGRN2 (2404.07904)
-    and Mamba2 (2405.21060), with it DeltaNet (2406.06484), Gated DeltaNet (2412.06464), KDA (2510.26692), with erase
-    Gated DeltaNet-2 (2605.22791): they differ in what they call q, k, v, decay, beta and e. Nothing is scaled or
-    normalised here.
+    The delta rule applies if beta or erase is given. The erased key e_t is k_t unless erase gives another.
+    Without the delta rule this is linear attention (arXiv 2006.16236), RetNet (2307.08621), GLA (2312.06635), HGRN2
+    (2404.07904) and Mamba2 (2405.21060). With it, it is DeltaNet (2406.06484), Gated DeltaNet (2412.06464) and KDA
+    (2510.26692), and with erase Gated DeltaNet-2 (2605.22791). These models differ in how they compute q, k, v, decay,
+    beta and e. Nothing is scaled or normalised here.
 
     A token may write several times: with n T keys, token t decays once, before the first of its n sub-steps, and reads
-    after the last. DeltaProduct (2502.10297) and RWKV-7 (2503.14456) are made of these.
+    after the last. DeltaProduct (2502.10297) and RWKV-7 (2503.14456) use this.
 
     Args:
         q: (B, T, H, K), any float dtype; queries.
         k: (B, n T, H, K); keys, n for every token.
         v: (B, n T, H, V); values.
-        decay: natural logarithm of what remains, not positive and finite: None (everything), (H,) per head,
+        decay: natural logarithm of the part that remains, finite and not positive: None (everything), (H,) per head,
             (B, T, H) per token and head, or (B, T, H, K) per token and key channel.
         beta: None, or (B, n T, H), the step of the delta rule, 0 to 1 (up to 2 is stable with keys of unit length).
         erase: None, or (B, n T, H, K), the keys e whose values are erased.
         initial_state: (B, H, K, V), continue from it instead of 0. Gradients flow through it.
-        output_final_state: also return the state after the last token. It makes a cut at any token invisible.
+        output_final_state: also return the state after the last token, from which a later call continues exactly.
         reset: None or bool (B, T), True where a document starts: S = 0 there.
         backend: "naive" (definition), "chunked" (exact matrix products, any device), "fla" (flash-linear-attention's
             kernels, on a GPU), "auto": fla on a GPU where it serves, else chunked (a warning, once, says why).
@@ -62,7 +62,7 @@ def linear_memory(
         fp64 inputs; "fla" multiplies matrices in q's dtype, accumulating in fp32.
 
     Raises:
-        ValueError: shapes or a backend that do not fit, or backend="fla" for what it does not serve.
+        ValueError: shapes or a backend that do not fit, or backend="fla" for a call that it does not support.
     """
     _check(q, k, v, decay, beta, erase, initial_state, reset, backend)
     dtype = state_dtype(q)
@@ -80,7 +80,7 @@ def linear_memory(
         if fla:
             out, state = fla_linear_memory(read, k, v, *gates, state.to(dtype), reset)
         else:
-            # One token is no chunk: the definition has fewer operators.
+            # For one token the definition needs fewer operators than the chunked form.
             implementation = naive_linear_memory if backend == "naive" or length == 1 else chunked_linear_memory
             out, state = implementation(*(x.to(dtype) for x in (read, k, v)), *gates, state.to(dtype), reset)
     return out[:, steps - 1 :: steps].to(q.dtype), state if output_final_state else None
@@ -107,9 +107,9 @@ def unserved(
 
     Args:
         heads, keys, values: the sizes H, K, V.
-        decay: None, or what has one of its own: "head", "token", "channel" (key channels, at every token).
+        decay: None, or its shape: "head" (H,), "token" (B, T, H), "channel" (B, T, H, K).
         delta: whether there is a beta.
-        erase: whether there are keys of their own for what is erased.
+        erase: whether erase keys are given.
     """
     shapes = {"head": (heads,), "token": (1, 1, heads), "channel": (1, 1, heads, keys)}
     with torch.device("meta"):

@@ -5,13 +5,13 @@
     delta rule, no decay                          chunk_delta_rule
     delta rule, decay (H,), (B, T, H)             chunk_gated_delta_rule
     delta rule, decay (B, T, H, K)                chunk_kda
-    delta rule with keys of its own for erasing   chunk_dplr_delta_rule
+    delta rule with erase keys                    chunk_dplr_delta_rule
 
-The last one has S <- diag(exp(decay)) S + b (a^T S) + k v^T, a reading S before it decays: ours is a = -e exp(decay),
-b = beta k, v = beta v.
+The last one computes S <- diag(exp(decay)) S + b (a^T S) + k v^T, where a reads S before the decay. It is called with
+a = -e exp(decay), b = beta k, v = beta v.
 
-All are called with scale = 1. Documents are what they call sequences of different lengths (cu_seqlens): the rows lie
-end to end, and each document has a separate state.
+All are called with scale = 1. Documents are passed as sequences of variable length (cu_seqlens): the rows are
+concatenated, and each document has a separate state.
 """
 
 import weakref
@@ -29,7 +29,7 @@ NAMESPACE = namespace(__name__, __file__)
 HALF = (torch.float16, torch.bfloat16)
 HAS_FLA = HAS_TRITON and find_spec("fla") is not None
 NEEDED = (0, 6)
-"""The oldest fla-core: before it chunk_delta_rule gives wrong gradients on Hopper (its issue 984)."""
+"""Oldest fla-core: in earlier versions chunk_delta_rule gives wrong gradients on Hopper (its issue 984)."""
 
 
 def fla_linear_memory(
@@ -37,13 +37,13 @@ def fla_linear_memory(
     reset: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Arguments and results as in :func:`titans_pt.kernels.linear_memory.naive.naive_linear_memory`; q, k, v in a half
-    precision, the others fp32; decay (H,) too.
+    precision, the others fp32. decay may also be (H,).
 
     A ``reset`` on the GPU makes the host wait once, not again when the next layer passes the same tensor.
     """
     delta = beta is not None or erase is not None
     if decay is not None and decay.dim() == 1 and (decay.requires_grad or delta):
-        decay = decay.expand(q.shape[:3])  # the kernels' own decay per head is a constant, and none of the delta rule's
+        decay = decay.expand(q.shape[:3])  # kernels with a decay per head take it as a constant; delta rules have none
     k, v = k.to(q.dtype), v.to(q.dtype)
     if torch.compiler.is_compiling() or q.is_meta:
         return _operator(q, k, v, decay, beta, erase, state, reset)
@@ -73,7 +73,7 @@ def unsupported(
 
 
 def _wrong_on_hopper(q: Tensor) -> str | None:
-    """Its issue 640: some versions of triton miscompile the backward pass of a decay per token for Hopper."""
+    """Reason if fla issue 640 applies: some triton versions miscompile a per-token decay's backward pass on Hopper."""
     if q.is_meta or torch.cuda.get_device_capability(q.device)[0] != 9:
         return None
     triton = metadata.version("triton")
@@ -99,7 +99,7 @@ def _chunk(name: str):
 
 
 def _call(q, k, v, decay, beta, erase, state, reset) -> tuple[Tensor, Tensor]:
-    """Differentiable, in everything but a decay (H,)."""
+    """Call the kernel that fits the arguments; differentiable in all of them but a decay (H,)."""
     if erase is not None:
         if decay is None:
             decay = erase.new_zeros(erase.shape)
@@ -137,11 +137,12 @@ _by_stream: dict[tuple, tuple[Tensor, ...]] = {}
 
 
 def _documents(reset: Tensor, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Bounds of the documents when the rows lie end to end, on the CPU and on ``device``, (N + 1,) int64, and the
-    numbers of each row's first and last document there, (B,) int64.
+    """Return the bounds of documents in the concatenated rows, (N + 1,) int64, on the CPU and on ``device``.
 
-    The last answer is kept, since layers ask in turn: the host waits for the GPU once. Each stream gets a copy of its
-    own, since a copy that one stream has ordered another cannot rely on.
+    Also returns the indices of each row's first and last document, (B,) int64, on ``device``.
+
+    The last answer is cached, since layers ask in turn: the host waits for the GPU once. Each stream gets a separate
+    copy, since a copy that one stream has queued need not be done when another stream reads it.
     """
     global _known
     version = None if reset.is_inference() else reset._version  # inference tensors have none, and may have changed
@@ -180,8 +181,10 @@ def _operator(
     state: Tensor,
     reset: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """:func:`_call` as one operator of torch.compile's graph, which would break at it. Its backward pass runs the
-    forward pass again, since an operator cannot keep what another's autograd saved."""
+    """:func:`_call` as one operator, which torch.compile's graph can hold without a break.
+
+    Its backward pass runs the forward pass again, since an operator cannot keep tensors that autograd saved inside it.
+    """
     with torch.no_grad():
         out, after = _call(q, k, v, decay, beta, erase, state, reset)
     return out.contiguous(), after.contiguous()
@@ -193,7 +196,7 @@ def _(q, k, v, decay, beta, erase, state, reset):
 
 
 def _backward_operator(d_out, d_state, q, k, v, decay, beta, erase, state, reset):
-    """Gradients of q, k, v, decay, beta, erase and state; one place where there is none."""
+    """Return gradients of q, k, v, decay, beta, erase and state; a tensor of one zero for an input without gradient."""
     constant = decay is None or decay.dim() == 1
     differentiable = q, k, v, None if constant else decay, beta, erase, state
     with torch.enable_grad():
@@ -210,8 +213,8 @@ def _backward_shapes(d_out, d_state, q, k, v, decay, beta, erase, state, reset):
     return tuple(state.new_empty(1) if x is None else torch.empty_like(x) for x in leaves)
 
 
-# Not a custom_op: PyTorch calls the body of one with autograd switched off for good, and this one differentiates. Nor
-# is it replaced, as those are, when this source is loaded twice (from exported folders): the first one serves.
+# Not a custom_op: PyTorch runs the body of a custom_op with autograd disabled, and this body differentiates. Unlike a
+# custom_op it is not redefined when this source is loaded twice (from exported folders): the first definition stays.
 if not hasattr(getattr(torch.ops, NAMESPACE), "delta_memory_backward"):
     torch.library.define(
         f"{NAMESPACE}::delta_memory_backward",

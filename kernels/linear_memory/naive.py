@@ -1,4 +1,4 @@
-"""The definition, token by token: the oracle that every other implementation is held against."""
+"""Definition of the linear memory, token by token: the reference for every other implementation."""
 
 import torch
 from torch import Tensor
@@ -8,13 +8,14 @@ def naive_linear_memory(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, beta: Tensor | None, erase: Tensor | None, state: Tensor,
     reset: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """q, k (B, T, H, K), v (B, T, H, V), decay None, (B, T, H) or (B, T, H, K), beta None or (B, T, H),
-    erase None or (B, T, H, K), state (B, H, K, V), reset None or bool (B, T) -> outputs (B, T, H, V) and the state
-    after the last token.
+    """Read and write token by token; returns outputs (B, T, H, V) and the state after the last token.
+
+    q, k (B, T, H, K), v (B, T, H, V), decay None, (B, T, H) or (B, T, H, K), beta None or (B, T, H),
+    erase None or (B, T, H, K), state (B, H, K, V), reset None or bool (B, T).
     """
 
     def tokens(x: Tensor | None):
-        # Not x[:, t]: the backward pass of that writes a gradient as large as x for every token.
+        # Not x[:, t]: the backward pass of indexing writes a gradient as large as x for every token.
         return [None] * q.shape[1] if x is None else x.unbind(1)
 
     if beta is not None and erase is None:

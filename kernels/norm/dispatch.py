@@ -1,4 +1,4 @@
-"""The one entry: the choice of an implementation."""
+"""Entry point and choice of an implementation."""
 
 import ctypes
 from collections.abc import Callable
@@ -13,11 +13,13 @@ from titans_pt.kernels.common import first_derivatives_only
 
 SOURCE = Path(__file__).with_name("norm.c")
 BLOCK = 128
-"""Rows whose gradients of the weight are summed before the others'."""
+"""Rows per block. The weight's gradient is summed over a block's rows first, then over blocks."""
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """weight x / sqrt(mean(x^2) + eps) over the last dimension (Zhang and Sennrich, arXiv 1910.07467), in x's dtype.
+    """Return weight x / sqrt(mean(x^2) + eps) over the last dimension, in x's dtype.
+
+    Source: Zhang and Sennrich, arXiv 1910.07467.
 
     x: (..., D), any float dtype. weight: (D,).
     """
@@ -35,7 +37,7 @@ def unserved(x: Tensor) -> str | None:
 
 
 def prepared(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Callable[[], object]]:
-    """:func:`rms_norm` of fixed contiguous tensors, and the C step that computes it again."""
+    """Return the output tensor of :func:`rms_norm` for fixed contiguous tensors, and the C step that fills it."""
     y = torch.empty_like(x)
     rows = x.numel() // x.shape[-1]
     function = native.library(SOURCE, x.dtype).forward

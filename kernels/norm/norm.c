@@ -3,7 +3,7 @@ cache between its passes. Called through ctypes (dispatch.py). */
 
 #include "../vector.h"
 
-/* Rows of a block: gradients of w are summed within one, so that they do not depend on the number of threads. */
+/* block: rows per block. Gradients of w are summed per block, so that they do not depend on the number of threads. */
 typedef struct {
     int64_t rows, width, block;
     double eps;

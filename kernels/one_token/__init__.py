@@ -1,4 +1,4 @@
-"""Prepared steps of one token of each row of a stream on a CPU: calls of C on tensors that stay."""
+"""Prepared steps of one token per row of a stream on a CPU: C functions on tensors at fixed addresses."""
 
 from titans_pt.kernels.one_token.steps import Map, Maps, Rotation, Step, add, blend, memory_gates, unserved
 

@@ -1,27 +1,27 @@
-/* What one token of each row of a stream passes through: linear maps with what follows them, and what stands between
-them. A vector of a few hundred numbers takes longer to hand to an operator than to compute. Called through ctypes
+/* Operations on one token per row of a stream: linear maps with the steps that follow them, and the steps between maps.
+For a vector of a few hundred numbers, a PyTorch operator takes longer than the arithmetic. Called through ctypes
 (steps.py). */
 
 #include "../vector.h"
 
 enum { IDENTITY, SILU, SIGMOID };
 
-/* y = weight x + bias, then in this order, each if it is given: a causal convolution, an activation, heads of unit
-length, a rotation by the token's place, a factor, a term. All but weight may be NULL.
+/* y = weight x + bias, then in this order, each if given: a causal convolution, an activation, heads normalised to unit
+length, a rotation by the token's position, a factor, a term. All but weight may be NULL.
 
 x (batch, inputs); weight (outputs, inputs); bias (outputs); taps (outputs, width), the token's own last; past and newest
-(batch, width - 1, outputs), what the convolution was given before this token and before the next; cosine, sine (half a
-head); factor, term, out, unturned (batch, outputs): unturned is y without the rotation. */
+(batch, width - 1, outputs), the convolution's inputs before this token and before the next; cosine, sine (half a head);
+factor, term, out, unturned (batch, outputs): unturned is y before the rotation. */
 typedef struct {
     const real *x, *weight, *bias, *taps, *past, *cosine, *sine, *factor, *term;
     real *out, *newest, *unturned;
     int64_t inputs, outputs, width, activation;
-    int64_t unit; /* outputs of a head that is divided by its length; 0: none is */
-    int64_t head; /* outputs of a head that is turned */
+    int64_t unit; /* outputs per head that is normalised to unit length; 0: no heads */
+    int64_t head; /* outputs per head that is rotated */
 } Map;
 
-/* The sums of as many vectors as each has lanes, one in each lane. By halves, all of them together: lane after lane it
-takes longer than the products before it. In ``n`` vectors each sum has n lanes side by side. */
+/* Sum LANES vectors: lane i of the result is the sum of vector i. All vectors are halved together, since sums lane by
+lane take longer than the products before them. While n vectors remain, each sum has n neighbouring lanes. */
 INLINE vec sums(vec *x) {
 #pragma GCC unroll 4
     for (int n = LANES; n > 1; n /= 2) {
@@ -39,7 +39,7 @@ INLINE vec sums(vec *x) {
     return x[0];
 }
 
-/* Of as many rows of weight as a vector has lanes, which share what is read of x. */
+/* Products of LANES rows of weight with x, which is read once for all of them. */
 INLINE vec products(const real *weight, const real *x, int64_t inputs) {
     vec each[LANES];
 #pragma GCC unroll 16
@@ -56,7 +56,7 @@ INLINE vec products(const real *weight, const real *x, int64_t inputs) {
     return out;
 }
 
-/* out = weight x. All rows of x meet a row of weight while it is in the cache. */
+/* out = weight x. Rows of weight are applied to all rows of x while they are in the cache. */
 static void linear(const Map *map, int64_t batch) {
     int64_t i = 0, N = map->outputs, D = map->inputs;
     for (; i + LANES <= N; i += LANES)
@@ -101,7 +101,7 @@ static void turn(const Map *map, real *y) {
     }
 }
 
-/* One after the other: x, factor or term of a map may be what an earlier one gave. */
+/* Run the maps in order: x, factor or term of a map may be the output of an earlier one. */
 void project(int64_t batch, const Map *maps, int64_t count) {
     for (const Map *map = maps; map < maps + count; map++) {
         int64_t N = map->outputs, held = (map->width - 1) * N;
@@ -120,7 +120,7 @@ void project(int64_t batch, const Map *maps, int64_t count) {
     }
 }
 
-/* The rotation at a place: turns (half), per token, of each pair of a head. Counted in double as rotary.py says. */
+/* Rotation at a position: turns (half), turns per token of each pair of a head. Counted in double; see rotary.py. */
 void rotation(int64_t place, int64_t half, const double *turns, real *cosine, real *sine) {
     for (int64_t i = 0; i < half; i++) {
         double all = place * turns[i], angle = 6.283185307179586 * (all - nearbyint(all));

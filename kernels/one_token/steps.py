@@ -1,6 +1,6 @@
-"""Steps of a token: each is made once, for tensors that stay where they are, and then called for every token.
+"""One-token steps: each is prepared once, for tensors at fixed addresses, and then called for every token.
 
-A call takes a microsecond or two, as each of the dozen operators of PyTorch does that it takes the place of. It checks
+A call takes a microsecond or two, about as long as each of the dozen PyTorch operators that it replaces. It checks
 nothing: tensors are contiguous, of one dtype, and no other thread uses them.
 """
 
@@ -26,9 +26,10 @@ def unserved(x: Tensor) -> str | None:
 
 
 def pointer(tensor: Tensor | None) -> ctypes.c_void_p:
-    """
+    """Return the address of a tensor for C; NULL for None.
+
     Raises:
-        ValueError: a tensor that is not contiguous.
+        ValueError: the tensor is not contiguous.
     """
     if tensor is None:
         return ctypes.c_void_p(None)
@@ -45,7 +46,7 @@ def _step(name: str, like: Tensor, *arguments: Tensor | int | None) -> Step:
 
 
 class Rotation:
-    """Rotary position embedding of one place: cosine and sine, (D / 2), as titans_pt.layers.rotary has them.
+    """Rotary embedding of one position: cosine and sine, (D / 2), as in titans_pt.layers.rotary.
 
     Args:
         turns: (D / 2,) fp64, turns per token of each pair of features.
@@ -63,14 +64,15 @@ class Rotation:
 
 
 class Map(NamedTuple):
-    """y = weight x + bias, then in this order, each if it is given: a causal convolution, an activation, heads of unit
-    length, a rotation, a factor, a term.
+    """Linear map y = weight x + bias, with optional steps after it.
 
-    x: (B, inputs), or the place of an earlier map, whose y it is. weight: (outputs, inputs). bias: (outputs,).
-    taps: (outputs, width), filters over the tokens, the token's own last.
+    In this order: a causal convolution, an activation, heads normalised to unit length, a rotation, a factor, a term.
+
+    x: (B, inputs), or the index of an earlier map, whose y is taken. weight: (outputs, inputs). bias: (outputs,).
+    taps: (outputs, width), filters over time, the tap of the token itself last.
     activation: see ACTIVATIONS. unit: normalise every head of this many outputs to unit length; 0: none.
-    rotation: turns every head.
-    factor, term: (B, outputs), or the place of an earlier map.
+    rotation: rotates every head.
+    factor, term: (B, outputs), or the index of an earlier map.
     """
 
     x: Tensor | int
@@ -94,9 +96,9 @@ class _Map(ctypes.Structure):
 
 
 class Maps:
-    """Maps of one token, one after the other.
+    """Maps of one token, run in order.
 
-    out: the y of each map, (B, outputs). unturned: of a map with a rotation what y is without it, else None.
+    out: the y of each map, (B, outputs). unturned: y before the rotation, for each map that has one; else None.
     """
 
     def __init__(self, batch: int, *maps: Map):
@@ -127,9 +129,10 @@ class Maps:
         self._rest = ctypes.c_int64(batch), self._maps, ctypes.c_int64(len(maps))
 
     def follow(self, place: int, past: Tensor) -> Tensor:
-        """past (B, width - 1, outputs): what the convolution of the map at ``place`` was given before the next token.
+        """Set the state of the convolution of the map at index ``place`` for the next call.
 
-        Returns what the next call fills: the same for the token after it. Without a convolution ``past`` itself.
+        past (B, width - 1, outputs): the convolution's inputs before the next token. Returns the tensor that the next
+        call fills with the state for the token after it; ``past`` itself if the map has no convolution.
         """
         if self._maps[place].width == 1:
             return past
@@ -143,13 +146,13 @@ class Maps:
 
 
 def add(a: Tensor, weight: Tensor | None, b: Tensor) -> tuple[Tensor, Step]:
-    """a + weight b, (B, width) and the step that fills it; weight (width,), or None for 1."""
+    """Return the tensor of a + weight b, (B, width), and the step that fills it; weight (width,), or None for 1."""
     out = torch.empty_like(a)
     return out, _step("add", a, *a.shape, a, weight, b, out)
 
 
 def blend(a: Tensor, b: Tensor, share: Tensor) -> tuple[Tensor, Step]:
-    """a + share (b - a), (B, H D) as a and b are, and the step that fills it; share (B, H)."""
+    """Return the tensor of a + share (b - a), (B, H D) like a and b, and the step that fills it; share (B, H)."""
     out = torch.empty_like(a)
     return out, _step("blend", a, share.numel(), a.numel() // share.numel(), a, b, share, out)
 
@@ -164,8 +167,11 @@ class _Gates(ctypes.Structure):
 def memory_gates(
     raw: Tensor, *, hard: bool, free: bool, momentum: bool, forgetting: bool, bound: float, stretch: float
 ) -> tuple[tuple[Tensor, Tensor, Tensor], Callable[[bool], object]]:
-    """raw (B, n, 3) -> theta, eta, alpha, (B, n) each, as :class:`titans_pt.layers.memory.MemoryGates` makes them, and
-    the step that fills them, which is told whether anything is written at all."""
+    """Return theta, eta, alpha, (B, n) each, and the step that computes them from raw (B, n, 3).
+
+    Same gates as :class:`titans_pt.layers.memory.MemoryGates`. The step's argument says whether the memory writes at
+    all.
+    """
     gates = tuple(torch.empty_like(raw[..., 0], memory_format=torch.contiguous_format) for _ in range(3))
     call = _Gates(gates[0].numel(), hard, free, momentum, forgetting, bound, stretch)
     function = native.library(SOURCE, raw.dtype).memory_gates

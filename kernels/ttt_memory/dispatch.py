@@ -1,4 +1,4 @@
-"""The one entry: checks, dtypes, the choice of an implementation."""
+"""Entry point: checks, dtypes, and the choice of an implementation."""
 
 import torch
 from torch import Tensor
@@ -28,29 +28,29 @@ def ttt_memory(
     backend: str = "auto",
     save_every: int | None = None,
 ) -> tuple[Tensor, TTTState | None]:
-    """TTT-Linear and TTT-MLP (arXiv 2407.04620, Section 2): reads and trains a small network f per head.
+    """Run TTT-Linear or TTT-MLP (arXiv 2407.04620, Section 2): read and train a small network f per head.
 
         f(x; W) = x W1 + b1, or gelu(x W1 + b1) W2 + b2 (GELU in its tanh form)
         g_s = gradient of 1/2 |k_s + LN(f(k_s; W)) - v_s|^2 at the weights W of the start of s's mini-batch
         W_t = W - tau_i sum_{s <= t in the mini-batch} rate_s g_s        t being its i-th token, i = 1 .. C
         y_t = q_t + LN(f(q_t; W_t))
 
-    and the next mini-batch starts at the W_t of this one's last token. Biases are trained like weights.
+    The next mini-batch starts with the W_t of this one's last token. Biases are trained like weights.
 
     Args:
         q, k, v: (B, T, H, D), any float dtype; queries, keys and values, rotated as the caller likes.
         rate: (B, T, H), learning rate of each token's gradient, not negative.
-        tau: (C,), what token i of a mini-batch multiplies the sum by; its length is the mini-batch's (the paper: 16,
-            max(0, 1 / i + a learned number)).
-        weights: (W1,) or (W1, W2), the learned start, (H, d_in, d_out), from D to D.
-        biases: (b1,) or (b1, b2), (H, d_out).
+        tau: (C,), tau_i is the factor of the sum for token i of a mini-batch, C the length of a mini-batch (the paper:
+            C = 16, tau_i = max(0, 1 / i + a learned number)).
+        weights: (W1,) or (W1, W2), the learned initial weights, (H, d_in, d_out) each, from D to D.
+        biases: (b1,) or (b1, b2), (H, d_out) each.
         norm: (weight, bias), each (H, D), of the LayerNorm (eps 1e-6).
-        initial_state: continue from it instead of the learned start. Gradients flow through it.
-        output_final_state: also return the state after the last token. It makes a cut at any token invisible.
-        reset: None or bool (B, T), True where a document starts: the learned start, mini-batches count from there.
+        initial_state: continue from it instead of the initial weights. Gradients flow through it.
+        output_final_state: also return the state after the last token, from which a later call continues exactly.
+        reset: None or bool (B, T), True where a document starts: weights and mini-batches begin again there.
         backend: "naive" (definition), "dual" (exact matrix products, any device), "auto": dual.
-        save_every: mini-batches between two parameter sets kept for the backward pass, which computes those between
-            again. None: the square root of their number, least memory.
+        save_every: mini-batches between two saved parameter sets; the backward pass recomputes those between. None: the
+            square root of the number of mini-batches, which needs least memory.
 
     Returns:
         (B, T, H, D) in q's dtype, and the final state or None. State and arithmetic are fp32, fp64 for fp64 inputs.
@@ -88,7 +88,7 @@ def _check_state(state: TTTState, q: Tensor, tau: Tensor, weights: tuple, biases
             raise ValueError(f"ttt_memory: initial_state is of another memory or batch: its {name} are {given}, here "
                              f"{shapes}")  # fmt: skip
     if torch.compiler.is_compiling() or state.offset.device.type != "cpu":
-        return  # a look at it would break the graph, or wait
+        return  # reading it would break the graph, or wait for the GPU
     if len(state.offset) != rows or (read := int(state.offset.max())) >= len(tau):
         raise ValueError(f"ttt_memory: initial_state has read {read} tokens of a mini-batch, of which this one has "
                          f"{len(tau)}; pass a state of the same mini-batch")  # fmt: skip

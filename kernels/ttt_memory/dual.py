@@ -1,13 +1,13 @@
 """The exact dual form: matrix products over mini-batches, no weight set per token.
 
-With the gradients of a mini-batch taken at its start, what a layer adds to z = x W + b for the t-th token is
+With the gradients of a mini-batch taken at its start, a layer adds to z = x W + b, for the t-th token, the term
 
     - tau_t (x S_W + S_b + sum_{s <= t} (x x_s + 1) lr_s g_s)
 
 x_s being the layer's input for key s, g_s the gradient of its output, S the sums of earlier calls in the mini-batch
 (arXiv 2407.04620, Section 2.5 and Appendix A).
 
-Backward: the parameters at every ``save_every``-th mini-batch are kept, those between are computed again.
+The parameters at every ``save_every``-th mini-batch are saved; the backward pass recomputes those between.
 """
 
 import math
@@ -37,8 +37,8 @@ def dual_ttt_memory(
 ) -> tuple[Tensor, TTTState]:
     """Arguments and results as in :func:`titans_pt.kernels.ttt_memory.naive.naive_ttt_memory`.
 
-    save_every: mini-batches between two parameter sets kept for the backward pass; None: the square root of their
-    number, least memory.
+    save_every: mini-batches between two parameter sets saved for the backward pass. None: the square root of the number
+    of mini-batches, which needs least memory.
     """
     device = q.device
     layout = _Layout(cut(state.offset, reset, q.shape[1], len(tau), len(tau)), state.offset.cpu(), len(tau))
@@ -50,8 +50,7 @@ def dual_ttt_memory(
     )
     zero = tuple(torch.zeros_like(s) for s in state.sums)
 
-    # Each state is an argument of its own: tensors inside a tuple are kept out of sight of torch's hooks, by which
-    # plans measure.
+    # Each state is a separate argument: torch's hooks, with which plans measure memory, do not see tensors in a tuple.
     def run(first: int, last: int, *carry: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         start, sums, outputs = carry[: len(begin)], carry[len(begin) :], []
         for n in range(first, last):
@@ -82,8 +81,10 @@ def dual_ttt_memory(
 def _mini_batch(
     q: Tensor, k: Tensor, v: Tensor, rate: Tensor, tau: Tensor, start: Parameters, sums: Parameters | None, norm
 ) -> tuple[Tensor, Parameters]:
-    """q, k, v (B, H, c, D), rate (B, H, c, 1), tau (B, 1, c, 1), start and sums (None: 0) (B, H, ...) -> outputs
-    (B, H, c, D), and what these tokens add to the sums."""
+    """Return the outputs (B, H, c, D) of tokens of one mini-batch, and the terms that they add to the sums.
+
+    q, k, v (B, H, c, D), rate (B, H, c, 1), tau (B, 1, c, 1), start and sums (None: 0) (B, H, ...).
+    """
     gain, shift = (p.unsqueeze(-2) for p in norm)
     layers = list(zip(start[::2], start[1::2], strict=True))
     inputs, sloped = [k], []
@@ -121,11 +122,11 @@ def _gelu_slope(x: Tensor) -> Tensor:
 
 
 class _Layout:
-    """Between (B, T, H, F) and the blocks of all rows, (n, B, H, c, F); a block lies in one mini-batch of one document.
+    """Conversion between (B, T, H, F) and blocks (n, B, H, c, F), each inside one mini-batch of one document.
 
-    index, valid: (B, n, c), the token of each place and whether there is one. place: (B, n, c), its number in its
-    mini-batch. documents, complete: per block, whether a document starts with it, whether it ends its mini-batch; a
-    bool where all rows agree, else (B,). fresh: per block, whether every row starts a mini-batch with it.
+    index, valid: (B, n, c), the token of each slot and whether it holds one. place: (B, n, c), the number of the token
+    in its mini-batch. documents, complete: per block, whether a document starts with it, whether it ends its
+    mini-batch; a bool where all rows agree, else (B,). fresh: per block, whether every row starts a mini-batch with it.
     """
 
     def __init__(self, blocks: Blocks, offset: Tensor, size: int):
@@ -137,7 +138,7 @@ class _Layout:
             place = torch.arange(max(blocks.lengths))
             self.valid = (place < tokens).expand(len(offset), -1, -1)
             self.index = torch.where(self.valid, tokens.cumsum(0) - tokens + place, 0)
-        # Only a row's first block may continue a mini-batch: the state's.
+        # Only a row's first block may continue a mini-batch, the one that the state has begun.
         before = torch.zeros_like(self.index[..., 0])
         before[:, 0] = torch.where(torch.as_tensor(blocks.new_chunk[0]), 0, offset)
         self.place = (before.unsqueeze(-1) + torch.arange(self.index.shape[-1])).clamp(max=size - 1)

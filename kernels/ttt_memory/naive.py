@@ -1,4 +1,4 @@
-"""The definition, token by token and by autograd: the oracle that the dual form is held against."""
+"""Definition of TTT's memory, token by token with autograd: the reference for the dual form."""
 
 import torch
 from torch import Tensor
@@ -19,7 +19,10 @@ def naive_ttt_memory(
     state: TTTState,
     reset: Tensor | None,
 ) -> tuple[Tensor, TTTState]:
-    """q, k, v (B, T, H, D), rate (B, T, H), tau (C,), begin (B, H, ...): where a reset begins again."""
+    """Read and train token by token; returns outputs (B, T, H, D) and the state after the last token.
+
+    q, k, v (B, T, H, D), rate (B, T, H), tau (C,), begin (B, H, ...): the parameters after a reset.
+    """
     start, sums, offset = state.start, state.sums, state.offset.to(q.device)
     zero = tuple(torch.zeros_like(s) for s in sums)
     outputs = []
@@ -37,7 +40,7 @@ def naive_ttt_memory(
 
 
 def _shaped(x: Tensor, like: Tensor) -> Tensor:
-    """(B,) or (B, H) with as many dimensions as ``like``."""
+    """Reshape (B,) or (B, H) to the number of dimensions of ``like``."""
     return x.view(*x.shape, *[1] * (like.dim() - x.dim()))
 
 

@@ -17,14 +17,14 @@ Parameters = tuple[Tensor, ...]
 
 @dataclass
 class TTTState:
-    """State after any number of tokens; constant in their number. Makes a cut at any token invisible.
+    """State after any number of tokens, of constant size. A sequence may be cut at any token.
 
-    Both parts are kept: a token's weights are those of its mini-batch's start, less tau_t times the sum of the
-    gradients since.
+    A token's weights are those at the start of its mini-batch, minus tau_t times the sum of the gradients since. The
+    state keeps both parts.
 
     start: W1, b1, or W1, b1, W2, b2, (B, H, d_in, d_out) and (B, H, d_out), fp32 (fp64 for fp64 inputs): the
         parameters at the start of the current mini-batch.
-    sums: same shapes: learning rate times gradient, summed over the tokens read of it (0 when offset is 0).
+    sums: same shapes: learning rate times gradient, summed over its tokens read so far (0 when offset is 0).
     offset: (B,) int64, tokens read of the current mini-batch, 0 <= offset < C.
     """
 
@@ -34,12 +34,12 @@ class TTTState:
 
     @staticmethod
     def initial(begin: Parameters) -> "TTTState":
-        """begin (B, H, ...), at the start of a mini-batch."""
+        """Return the state at the start of a mini-batch with the parameters ``begin`` (B, H, ...)."""
         zero = tuple(torch.zeros_like(p) for p in begin)
         return TTTState(begin, zero, torch.zeros(len(begin[0]), dtype=torch.int64))
 
     def to(self, x: Tensor) -> "TTTState":
-        """Parameters in x's dtype and on its device; sums exactly 0 where the offset is, whatever they were."""
+        """Convert to x's dtype and device. Sums become exactly 0 in rows whose offset is 0, whatever they were."""
         start, sums = ([p.to(x) for p in group] for group in (self.start, self.sums))
         zero = [torch.zeros_like(s) for s in sums]
         return TTTState(tuple(start), choose(self.offset.to(x.device) == 0, zero, sums), self.offset)

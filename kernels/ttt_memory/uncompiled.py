@@ -1,6 +1,6 @@
-"""The dual form as a break in the graph of torch.compile, which would unroll its loop over mini-batches: minutes.
+"""The dual form behind a graph break: torch.compile would unroll its loop over mini-batches, which takes minutes.
 
-To have it compiled: backend="dual".
+With backend="dual" it is compiled.
 """
 
 import torch
