@@ -31,7 +31,7 @@ Authors
     An author (call.py) makes a block's keys, values and gates from the answers of the chunk's starting memory to the
     block's queries. The rest of the chunk is as above; the next chunk has to wait for it, as without an author.
 
-    Backward pass: runs of ``save_every`` blocks are recomputed; the state between runs is kept.
+Backward pass: runs of ``save_every`` blocks are recomputed; the state between runs is kept.
 """
 
 import math

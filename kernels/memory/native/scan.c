@@ -28,7 +28,7 @@ with a window, more keys than queries. */
 typedef struct {
     int64_t blocks, rows, tokens, keys, layers, width, hidden, gate_layers;
     int64_t activation, norm, residual, to_start, loss;
-    int64_t at_start; /* queries meet the weights of their chunk's start */
+    int64_t at_start; /* queries read the weights of their chunk's start */
     int64_t erases;   /* tokens erase before they write; keys are then the tokens */
     int64_t silent;   /* nothing is read: queries and outputs are not used */
     int64_t every;    /* blocks between two states that are kept for the backward pass; 0: none is kept */

@@ -51,7 +51,7 @@ class Rule:
     gates: dict[str, OwnGate] = {}
     """Its own gates, by name."""
     compiled_loss: str | None = None
-    """Equal loss in kernels/memory/native: "squared", or "huber" or "coordinate", whose threshold is the first own gate
+    """This loss in kernels/memory/native: "squared", or "huber" or "coordinate", whose threshold is the first own gate
     (yaad.py). None: the C code does not serve the rule. A subclass with its own loss or features does not inherit it. C
     has no features: a rule whose features are sometimes the keys and queries themselves tells C by :meth:`width`."""
     compiled_steps: bool = False
@@ -192,7 +192,7 @@ class Rule:
     ) -> tuple[Tensor, Tensor]:
         """M and S (..., d_in, d_out) after one token, by the definition. Gates broadcast against them.
 
-        weights: M, or with forget_to="start" the difference M - M_0, which is then what decays.
+        weights: M, or with forget_to="start" the difference M - M_0, which then decays.
         """
         momentum = eta * momentum - theta * gradient
         return (1 - alpha) * weights + momentum, momentum
