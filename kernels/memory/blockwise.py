@@ -1,37 +1,37 @@
 """The recurrence block by block, in PyTorch's operators and autograd, for the variants without a formula in chunked.py.
 
 An alpha for each channel
-    Row d of M (x @ M takes channel d of x there) decays with a_t[d] = 1 - alpha_t[d]. In a block that starts at (M, S),
-    with the gradients u_i = x_i g_i^T of the chunk's start, row d of the recurrence in naive.py unrolls to
+    Row d of M, which x @ M multiplies by channel d of x, decays with a_t[d] = 1 - alpha_t[d]. In a block that starts at
+    (M, S), with the gradients u_i = x_i g_i^T of the chunk's start, row d of the recurrence in naive.py unrolls to
 
         M_t[d] = A_t[d] M[d] + B_t[d] S[d] - sum_{i<=t} P[t, i, d] theta_i x_i[d] g_i
         P[t, i] = a_t P[t-1, i] + E[t, i]       E[t, i] = prod_{i<l<=t} eta_l
         A_t = a_t A_{t-1}, A_0 = 1              B_t = a_t B_{t-1} + m_t, B_0 = 0, m_t = prod_{l<=t} eta_l
 
-    Queries then meet (A_t z_t) M + (B_t z_t) S - sum_i R[t, i] theta_i g_i with R[t, i] = sum_d z_t[d] P[t, i, d]
-    x_i[d], and no token has a weight set of its own. P is a tensor (block, block, d_in), made as it stands above: a
-    block is short, and gates of exactly 0 and 1 are ordinary. The scaled queries and keys of gated linear attention,
-    which need no such tensor, divide products of decays by one another; and momentum makes P a sum of such products,
-    which does not factor.
+    Queries then read (A_t z_t) M + (B_t z_t) S - sum_i R[t, i] theta_i g_i with R[t, i] = sum_d z_t[d] P[t, i, d]
+    x_i[d], without a weight set for each token. P is a tensor (block, block, d_in), computed by the recurrence above:
+    blocks are short, and gates may be exactly 0 or 1. Gated linear attention avoids this tensor by scaling queries and
+    keys, but divides products of decays by one another; and with momentum P is a sum of products, which does not
+    factor.
 
 Stale reads
-    Nothing of a chunk is seen before the next one: its queries are one pass through the network, its keys another,
-    and their write is a sum over the chunk, M' = a M + b S - sum_i p_i u_i and S' = m S - sum_i e_i u_i (the
-    letters are those of coefficients.py). It is the global memory of TNT (arXiv 2511.07343, Eq. 5), there without
-    momentum and forgetting, and close to LaCT (2505.23884).
+    Tokens do not see the writes of their own chunk. The chunk's queries are one pass through the network, its keys
+    another, and its write is a sum over the chunk, M' = a M + b S - sum_i p_i u_i and S' = m S - sum_i e_i u_i (letters
+    as in coefficients.py). This is the global memory of TNT (arXiv 2511.07343, Eq. 5), which has no momentum and no
+    forgetting, and is close to LaCT (2505.23884).
 
 Rules that are not linear
-    The writes of a chunk's tokens accumulate in M by the same sum. At its end M = closed(M, S); keys and queries of the
-    next chunk meet met(M), as above.
+    The writes of a chunk's tokens accumulate in M by the same sum. At the chunk's end M = closed(M, S); keys and
+    queries of the next chunk use met(M), as above.
 
 Windows, features, erasing
     See window.py for windows and erasure.py for erasing. Features are the first matrix's input for a key or query.
 
 Authors
-    An author (call.py) makes a block's keys, values and gates of what the memory of the chunk's start answers to its
-    queries. The chunk is then as above; the next one has to wait for it, as it has in any case.
+    An author (call.py) makes a block's keys, values and gates from the answers of the chunk's starting memory to the
+    block's queries. The rest of the chunk is as above; the next chunk has to wait for it, as without an author.
 
-Backward: runs of ``save_every`` blocks are computed again; between them the state is kept.
+Backward pass: runs of ``save_every`` blocks are recomputed; the state between runs is kept.
 """
 
 import math
@@ -61,17 +61,17 @@ from titans_pt.kernels.memory.tree import leaves, rebuilt
 from titans_pt.kernels.memory.window import Recent, band, followed
 
 CHANNELWISE_BLOCK = 16
-"""Tokens of a compute block at most where every channel has an alpha: P has as many times the numbers of the keys, for
-each layer."""
+"""Most tokens of a compute block if every channel has its own alpha: for each layer, P is this many times as large as
+the keys."""
 
 
 def blockwise_memory(call: MemoryCall, compiled: bool = False) -> tuple[Tensor, MemoryState]:
     """Outputs (B, T, H, D) and the state after them.
 
-    Memory beyond inputs and outputs: the state (three weight sets) per ``save_every`` blocks, and what autograd keeps
-    of that many; None is the square root of the number of blocks.
+    Memory beyond inputs and outputs: the state (three weight sets) per ``save_every`` blocks, and autograd's tensors
+    for ``save_every`` blocks. None: the square root of the number of blocks.
 
-    compiled: each block by native.NativeScan; what is not linear stays with PyTorch's operators.
+    compiled: run each block with native.NativeScan; non-linear steps still use PyTorch's operators.
     """
     call = call.of_rows()
     assert call.state is not None
@@ -124,14 +124,14 @@ def blockwise_memory(call: MemoryCall, compiled: bool = False) -> tuple[Tensor, 
 
 
 def _kept(scan: "_Scan", valid: Tensor | None, flags: list[list], given: tuple) -> tuple:
-    """Blocks of which all is kept for the backward pass."""
+    """Run blocks and keep all intermediates for the backward pass."""
     tensors, *state = given
     return scan.blocks(tensors, valid, flags, *state)
 
 
 def _recomputed(scan: "_Scan", valid: Tensor | None, flags: list[list], given: tuple) -> tuple:
-    """Blocks whose inputs alone are kept for the backward pass. Each tensor is an argument of its own: those inside
-    lists are kept out of sight of torch's hooks, by which plans measure."""
+    """Run blocks and keep only their inputs for the backward pass. Each tensor is a separate argument: torch's hooks,
+    with which plans measure memory, do not see tensors inside lists."""
 
     def run(*flat: Tensor) -> tuple:
         tensors, *state = rebuilt(given, iter(flat))
@@ -150,8 +150,8 @@ def minus(a: Weights, b: Weights) -> Weights:
 
 @dataclass
 class _Writes:
-    """Writes of one block's tokens: k, v (N, c, D), theta (N, c, 1 or L), own gates (N, c, 1), and each layer's
-    coefficients and, of a rule that erases, decays."""
+    """Writes of one block's tokens: k, v (N, c, D), theta (N, c, 1 or L), own gates (N, c, 1), and for each layer its
+    coefficients and, if the rule erases, its decays."""
 
     k: Tensor
     v: Tensor
@@ -164,8 +164,8 @@ class _Writes:
 class _Scan:
     """The recurrence over blocks, of N = B H rows.
 
-    norm: two (N, 1, D), or none. begin: M_0, L tensors (N, d_in, d_out). With forget_to="start" weights W are
-    differences to it, forgotten to zero, and queries meet M_0 + W.
+    norm: two (N, 1, D), or none. begin: M_0, L tensors (N, d_in, d_out). With forget_to="start" W is the difference to
+    M_0, forgotten to zero, and queries use M_0 + W.
     """
 
     def __init__(self, call: MemoryCall, norm: Weights, begin: Weights, soup: Soup | None, compiled: bool):
@@ -183,8 +183,8 @@ class _Scan:
 
         tensors: q, k, v (n, N, c, D), theta, eta, alpha (n, N, c, .), own gates (n, N, c, 1), and a soup's shares; with
             an author q alone.
-        valid: (n, N, c), or None where all tokens are; those that are not change nothing. flags: of each block whether
-        a chunk begins, a document begins, a chunk ends: True, False or the rows (N,).
+        valid: (n, N, c), or None if all tokens are valid; invalid tokens change nothing. flags: for each block whether
+            a chunk begins, a document begins, a chunk ends: True, False or the rows (N,).
         """
         new_chunk, new_document, ends_chunk = flags
         q, *given = tensors
@@ -262,14 +262,14 @@ class _Scan:
             valid = valid[:, :: rows // theta.shape[1]]
         windowed, erases = self.rule.window > 1, self.rule.erases
         make = channel_coefficients if self.channelwise else ends if self.reads_start and not erases else exact
-        # With a window theta is in its band, and a rule that erases has its own: of each block for itself.
+        # A window's band contains theta, and a rule that erases has its own step: both are applied block by block.
         given = (torch.ones_like(theta) if windowed or erases else theta, eta, alpha)
         layers = list(zip(*(self.network.per_layer(gate) for gate in given), strict=True))
         found = [make(self.rule, *gates, own, valid) for gates in layers[: alpha.shape[-1]]]
-        if theta.shape[1] < rows:  # after the coefficients, which neighbours then share
+        if theta.shape[1] < rows:  # after the coefficients, which neighbouring heads share
             found = [[_for_each(block, rows) for block in layer] for layer in found]
             theta, *own = (for_each(gate, rows) for gate in (theta, *own))
-        # Per block, those of its layers. unbind, not indexing: the gradient of an index has the size of all blocks.
+        # For each block, the coefficients of its layers. unbind, not indexing: an index's gradient spans all blocks.
         coefficients = list(zip(*(found if len(found) == len(layers) else found * len(layers)), strict=True))
         decays = _decays(self.network, alpha, valid, rows) if erases else [()] * len(k)
         owns = list(zip(*(gate.unbind() for gate in own), strict=True)) or [()] * len(k)
@@ -301,7 +301,7 @@ class _Scan:
     def _erasing(
         self, keys: Keys, c: tuple[Coefficients, ...], decays: tuple[Decay, ...], theta: Tensor, W: Weights, S: Weights
     ) -> tuple[Erasing, ...]:
-        """theta: (N, c, 1 or L). c: of theta = 1."""
+        """Coefficients of each layer that erases. theta: (N, c, 1 or L). c: coefficients for theta = 1."""
         layers = zip(c, decays, self.network.per_layer(theta), keys.X, keys.G, W, S, strict=True)
         return tuple(erasing(self.rule, *layer) for layer in layers)
 
@@ -309,10 +309,10 @@ class _Scan:
         self, tokens: list[Tensor], theta: Tensor, c: "tuple[Ends | Coefficients, ...]", frozen: Weights,
         recent: Recent, gone: list, valid: Tensor | None,
     ) -> "tuple[Keys, tuple[Ends | Coefficients, ...], Recent]":  # fmt: skip
-        """Keys of a block and of the tokens before it in its window, coefficients for all of them, the window after it.
+        """Keys of a block and of the earlier tokens in its window, coefficients for these keys, the window after it.
 
-        tokens: k, v, own gates, (N, c, .) each. theta: (N, c, 1 or L). c: of theta = 1. gone: whether, or in which
-        rows, nothing before the block is in its window.
+        tokens: k, v, own gates, (N, c, .) each. theta: (N, c, 1 or L). c: coefficients for theta = 1. gone: flags
+        (True, False or the rows), each of which excludes all tokens before the block from its window.
         """
         there, *kept = recent
         for rows in gone:
@@ -333,16 +333,16 @@ class _Scan:
         return keys, tuple(each.through(b) for each, b in zip(c, bands, strict=True)), after
 
     def _closed(self, rows: Any, own: Own, W: Weights, S: Weights, frozen: Weights) -> tuple[Weights, Weights]:
-        """W, and what the next chunk meets, after a chunk that ended in ``rows`` with a token of these own gates."""
+        """W and the next chunk's frozen weights, after a chunk that ended in ``rows``. own: gates of its last token."""
         whole = plus(W, self.begin) if self.to_start else W
         whole = tuple(self.rule.closed(w, s, own) for w, s in zip(whole, S, strict=True))
         after = minus(whole, self.begin) if self.to_start else whole
         return choose(rows, after, W), choose(rows, tuple(map(self.rule.met, whole)), frozen)
 
     def _read(self, q: Tensor, shares: Tensor | None, running: Callable[[int, Tensor], Tensor]) -> Tensor:
-        """Reads the memory with queries (N, c, D), or a soup with ``shares`` (N, c, 1 + n) of it.
+        """Read the memory with queries (N, c, D), or several memories with the soup's ``shares`` (N, c, 1 + n).
 
-        running: (layer, its inputs) -> the running memory's output.
+        running: (layer, its inputs) -> output of the running memory's layer.
         """
         act, z = mlp.ACTIVATIONS[self.network.activation], self.rule.features(q)
         for layer in range(self.network.depth):
@@ -355,7 +355,7 @@ class _Scan:
         self, keys: Keys, coefficients: "tuple[ChannelEnds | Coefficients | Ends, ...]", W: Weights, S: Weights,
         frozen: Weights, layer: int, z: Tensor,
     ) -> Tensor:  # fmt: skip
-        """z through a layer of each token's M_t, or of the chunk's start."""
+        """Output of a layer for inputs z, with each token's M_t or the weights of the chunk's start."""
         c = coefficients[layer]
         if self.reads_start or isinstance(c, Ends):
             return z @ frozen[layer]
@@ -371,7 +371,7 @@ class _Scan:
 
 
 def _last(own: Own, valid: Tensor | None) -> Own:
-    """own (N, c, 1) each -> those of a block's last token, (N, 1, 1)."""
+    """Own gates (N, c, 1) each -> the gates of a block's last token, (N, 1, 1)."""
     if valid is None:
         return tuple(gate[:, -1:] for gate in own)
     at = (valid.sum(-1) - 1).clamp(min=0)[:, None, None]
@@ -387,7 +387,7 @@ def _written(
         x, g = keys.X[layer], keys.G[layer]
         erased = c.erased[..., -1, :, None] * c.rows if isinstance(c, Erasing) else 0.0
         c = Ends.of(c) if isinstance(c, Coefficients) else c
-        # p is a number of each token, or one of each of its channels.
+        # p has one number per token, or one per token and channel.
         written = x.mT @ (c.p * g + erased) if c.p.shape[-1] == 1 else (c.p * x).mT @ g
         new_W.append(c.a * W[layer] + c.b * S[layer] - written)
         new_S.append(c.m * S[layer] - x.mT @ (c.e * g))
@@ -395,7 +395,7 @@ def _written(
 
 
 def _for_each(made: Any, rows: int) -> Any:
-    """Coefficients or Decay of a block, with as many rows as there are keys."""
+    """Expand a block's Coefficients or Decay to ``rows`` rows."""
     return replace(made, **{name: for_each(x, rows, 0) for name, x in vars(made).items()})
 
 
@@ -407,10 +407,10 @@ def _decays(network: NetworkShape, alpha: Tensor, valid: Tensor | None, rows: in
 
 
 class ChannelEnds(NamedTuple):
-    """Coefficients of a block for one layer whose channels have an alpha each; d is its d_in.
+    """Coefficients of a block for one layer with an alpha per channel; d is the layer's d_in.
 
-    A, B: (N, c, d). P: (N, c, c, d). a, b: (N, d, 1), A and B of the last token. m: (N, 1, 1), of S in the last S.
-    p: (N, c, d), P of the last token, times theta. e: (N, c, 1), E of the last token, times theta. theta: (N, 1, c).
+    A, B: (N, c, d). P: (N, c, c, d). a, b: (N, d, 1), A and B of the last token. m: (N, 1, 1), weight of S in the last
+    S. p: (N, c, d), P of the last token, times theta. e: (N, c, 1), E of the last token, times theta. theta: (N, 1, c).
     """
 
     A: Tensor
@@ -427,10 +427,10 @@ class ChannelEnds(NamedTuple):
 def channel_coefficients(
     rule: Rule, theta: Tensor, eta: Tensor, alpha: Tensor, own: Own, valid: Tensor | None
 ) -> list[ChannelEnds]:
-    """Coefficients of n blocks, by Titans' own update: no other rule's comes here.
+    """Coefficients of n blocks for Titans' own update, the only one that is served here.
 
-    theta, eta: (n, N, c, 1). alpha: (n, N, c, d). valid: (n, N, c), or None where every place holds a token; a place
-    without one changes nothing.
+    theta, eta: (n, N, c, 1). alpha: (n, N, c, d). valid: (n, N, c), or None if all tokens are valid; invalid tokens
+    change nothing.
     """
     keep, writes = 1 - alpha, torch.ones_like(eta)
     if valid is not None:
@@ -463,7 +463,7 @@ def exact(rule: Rule, theta: Tensor, eta: Tensor, alpha: Tensor, own: Own, valid
 def ends(rule: Rule, theta: Tensor, eta: Tensor, alpha: Tensor, own: Own, valid: Tensor | None) -> list[Ends]:
     """Ends of n blocks of any length. theta, eta, alpha, own: (n, N, c, 1); valid: (n, N, c) or None.
 
-    The rule's coefficients within pieces of MAX_BLOCK tokens, which are then joined from the last one backward: of a
+    Computes the rule's coefficients in pieces of MAX_BLOCK tokens and joins them from the last piece backward: for a
     longer block all products would be c x c numbers.
     """
     n, rows, c = theta.shape[:3]

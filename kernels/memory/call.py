@@ -1,4 +1,4 @@
-"""One call of the memory, and what it means to serve one."""
+"""One call of the memory, and the interface of the implementations that serve it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -19,27 +19,27 @@ FORGET_TO = ("start", "zero")
 Read = Callable[[Tensor], Tensor]
 """(B, H, c, D) -> M(x), (B, H, c, D), at the weights of the chunk's start."""
 Author = Callable[[Tensor, Read], tuple[Tensor, ...]]
-"""Author of what a memory writes: (answers, read) -> keys, values, theta, eta, alpha and the rule's own gates.
+"""Author of a memory's writes: (answers, read) -> keys, values, theta, eta, alpha and the rule's own gates.
 
-answers: M(q) of c tokens, (B, H, c, D), at the weights of their chunk's start, which ``read`` asks again. Keys and
-values (B, H, c, D), gates (B, G, c, 1 or L), own (B, G, c, 1), in the dtype of states. G is H, or less where neighbours
-share their gates: heads 0 .. H / G - 1 the first, and so on.
+answers: M(q) of c tokens, (B, H, c, D), at the weights of their chunk's start, which ``read`` queries again. Keys and
+values (B, H, c, D), gates (B, G, c, 1 or L), own (B, G, c, 1), in the dtype of states. G is H, or less if neighbouring
+heads share gates: heads 0 .. H / G - 1 have the first gate, and so on.
 """
 
 
 def for_each(gates: Tensor, heads: int, dim: int = 1) -> Tensor:
-    """Gates that neighbours share -> those of ``heads`` heads, which are at ``dim``."""
+    """Expand gates that neighbouring heads share to ``heads`` heads along ``dim``."""
     shared = heads // gates.shape[dim]
     return gates if shared == 1 else gates.repeat_interleave(shared, dim)
 
 
 @dataclass(frozen=True, eq=False)
 class MemoryCall:
-    """All that an implementation is given; see :func:`titans_pt.kernels.memory.neural_memory` for each.
+    """All inputs of an implementation; :func:`titans_pt.kernels.memory.neural_memory` describes each.
 
     q, k, v: (B, T, H, D). theta, eta: (B, T, H, 1 or L); alpha also (B, T, H, network.channels); own: each (B, T, H,
     1); gates in the dtype of states. weights: L tensors (H, d_in, d_out). norm: two (H, D), or None. With an author k,
-    v and gates are only shapes, and all tokens read their chunk's start.
+    v and gates only carry shapes, and all tokens read their chunk's start.
     """
 
     q: Tensor
@@ -68,8 +68,11 @@ class MemoryCall:
         q: Tensor, k: Tensor, v: Tensor, theta: Tensor, eta: Tensor, alpha: Tensor, weights: Weights,
         network: NetworkShape | None, norm: Weights | None, rule: Rule, own: Own, **options: Any,
     ) -> "MemoryCall":  # fmt: skip
-        """The call of a memory whose keys, values and gates are given. Gates in any float dtype; those of one number a
-        head may be (B, T, H). network: None for what weights and norm say."""
+        """Call of a memory with given keys, values and gates.
+
+        Gates have any float dtype; gates with one number per head may be (B, T, H). network: None to derive it from
+        weights and norm.
+        """
         dtype = state_dtype(q)
         theta, eta, alpha = (g.to(dtype) if g.dim() == 4 else g.to(dtype).unsqueeze(-1) for g in (theta, eta, alpha))
         own = tuple(gate.to(dtype).unsqueeze(-1) for gate in own)
@@ -81,7 +84,7 @@ class MemoryCall:
         q: Tensor, author: Author, weights: Weights, network: NetworkShape | None, norm: Weights | None, rule: Rule,
         **options: Any,
     ) -> "MemoryCall":  # fmt: skip
-        """The call of a memory with an author; q (B, T, H, D). network: None for what weights and norm say."""
+        """Call of a memory with an author; q (B, T, H, D). network: None to derive it from weights and norm."""
         gate = q.new_zeros(*q.shape[:-1], 1, dtype=state_dtype(q))
         own = (gate,) * len(rule.gates)
         shape = network or NetworkShape.of(weights, norm)
@@ -100,12 +103,12 @@ class MemoryCall:
 
     @property
     def channelwise(self) -> bool:
-        """Whether every channel has an alpha."""
+        """Whether every channel has its own alpha."""
         return self.alpha.shape[-1] != self.theta.shape[-1]
 
     def of_rows(self) -> "MemoryCall":
-        """The same call as PyTorch's operators want it: everything in the dtype of states, weights (B, H, d_in, d_out)
-        and norm (B, H, D) of each row, and a state."""
+        """Prepare the call for PyTorch operators: everything in the dtype of states, weights (B, H, d_in, d_out) and
+        norm (B, H, D) for each row, and a state."""
         batch, dtype = self.q.shape[0], state_dtype(self.q)
         state = self.state
         if state is None:
@@ -125,10 +128,10 @@ class MemoryCall:
         )
 
     def check(self):
-        """A message is put together only where something is wrong: generation asks for every token.
+        """Check shapes and settings. Messages are built only on errors, because generation checks every token.
 
         Raises:
-            ValueError: shapes or a network that do not fit.
+            ValueError: shapes or a network do not fit.
         """
         q, k, v, theta, eta, alpha, weights = self.q, self.k, self.v, self.theta, self.eta, self.alpha, self.weights
         network, norm = self.network, self.norm
@@ -175,8 +178,8 @@ class MemoryCall:
             wrong(f"reset must be bool ({batch}, {length})")
 
     def _check_state(self, state: MemoryState):
-        """C and the GPU's kernels take a state's addresses as they are: one of another memory would be read, and
-        written, beyond its end."""
+        """Check that a state fits this memory. C and GPU kernels take raw addresses, and would read and write beyond
+        the end of another memory's state."""
         batch, device = self.q.shape[0], self.q.device
         if any(s.device != device for s in (*state.weights, *state.momentum, *state.chunk_weights)):
             wrong(f"initial_state is on {state.weights[0].device}, q on {device}; titans_pt.move_state moves it")
@@ -198,7 +201,7 @@ class MemoryCall:
                 wrong(f"initial_state is of a rule with another window, border or gates than {rule.name} of "
                       f"{rule.window} tokens")  # fmt: skip
         if torch.compiler.is_compiling() or state.offset.device.type != "cpu":
-            return  # a look at it would break the graph, or wait
+            return  # reading it would break the graph, or wait
         if (read := int(state.offset.max())) >= self.chunk_size:
             wrong(f"initial_state has read {read} tokens of a chunk, chunk_size is {self.chunk_size}; pass a state of "
                   "that chunk size")  # fmt: skip
@@ -208,7 +211,7 @@ class MemoryCall:
 class Backend:
     """One implementation.
 
-    serves: why it would not take a call, None if it would. run: outputs (B, T, H, D) and the state after them.
+    serves: reason for not serving a call, None if it does. run: outputs (B, T, H, D) and the state after them.
     """
 
     serves: Callable[[MemoryCall], str | None]
@@ -216,8 +219,10 @@ class Backend:
 
 
 def rule_alone(rule: Rule, channelwise: bool = False, stale: bool = False, soup: bool = False) -> str | None:
-    """Reason why kernels that know only Titans' own rule, with one alpha for a matrix and reads of M_t, do not serve;
-    None if they do."""
+    """Reason why kernels for Titans' own rule alone do not serve a call; None if they do.
+
+    These kernels have one alpha per matrix, and tokens read M_t.
+    """
     if soup:
         return "weights of several memories are read at once (model.memory.caching.soup)"
     if type(rule) is not Titans:  # not `rule != TITANS`: Dynamo of PyTorch 2.11 cannot compare their settings

@@ -7,18 +7,18 @@ u_i = x_i g_i^T. Unrolled over a block that starts at (W, S), with a = 1 - alpha
     D[t, j] = prod_{j<l<=t} a_l     E[j, i] = prod_{i<l<=j} eta_l     P = D E
     A_t = prod_{l<=t} a_l           m_t = prod_{l<=t} eta_l           B = D m
 
-Forgetting to M_0 instead of to zero is the same recurrence for the difference M - M_0, which M_0 is added to.
+Forgetting to M_0 instead of zero is the same recurrence for the difference M - M_0; reads add M_0.
 
 A layer applied to queries Z then needs (Z X^T * P theta) G instead of M_t. A block may be shorter than the gradient
-chunk: its keys still meet ``chunk_weights``, its queries the running ones. Products of gates are cumulative products,
-never quotients or logarithms: gates of exactly 0 and 1 are ordinary.
+chunk: its keys still use ``chunk_weights``, its queries the running weights. Products of gates are cumulative products,
+never quotients or logarithms: gates may be exactly 0 or 1.
 
-The memory's rule decides what u_i is (its loss) and may have other coefficients than these. C (native/scan.c) runs the
-same blocks row by row: rules whose loss it has, windows (window.py) and erasing (erasure.py) included.
+The memory's rule defines u_i by its loss, and may have other coefficients. C (native/scan.c) runs the same blocks row
+by row, for the losses that it implements, windows (window.py) and erasing (erasure.py) included.
 
-Queries only read: those of many blocks are answered at once (scan.py; the blocks themselves are in dual.py). Backward:
-a short run keeps what it computed; a long one keeps the state at every ``save_every``-th block and computes again what
-lies between.
+Queries only read: many blocks' queries are computed at once (scan.py; the blocks themselves are in dual.py). For the
+backward pass a short run keeps its intermediates; a long run keeps the state at every ``save_every``-th block and
+recomputes the blocks in between.
 """
 
 import math
@@ -39,7 +39,7 @@ from titans_pt.kernels.memory.state import MemoryState, Weights, choose, state_d
 from titans_pt.kernels.memory.window import Wide, band
 
 MAX_BLOCK = 64
-"""Tokens of a compute block at most: the (block x block) products then stay small whatever the gradient chunk."""
+"""Most tokens of a compute block: (block x block) products then stay small, however long the gradient chunk is."""
 GROUP_BYTES = 2**24
 """Most bytes of a group's blocks: they are read more than once and should stay in a CPU's caches."""
 KEEP_BYTES = 2**24
@@ -49,11 +49,11 @@ KEEP_BYTES = 2**24
 def chunked_memory(call: MemoryCall, compiled: bool = False) -> tuple[Tensor, MemoryState]:
     """Outputs (B, T, H, D) and the state after them.
 
-    Memory beyond inputs and outputs, for the backward pass: one (W, S, chunk W) per ``save_every`` blocks, and the
-    intermediates of ``save_every`` blocks. None: everything where that is no more than KEEP_BYTES, else the square root
-    of the number of blocks, or as many as GROUP_BYTES hold.
+    For the backward pass a call keeps, beyond inputs and outputs, one (W, S, chunk W) per ``save_every`` blocks and the
+    intermediates of ``save_every`` blocks. With save_every=None it keeps everything, if that fits in KEEP_BYTES; else
+    ``save_every`` is the square root of the number of blocks, or as many as GROUP_BYTES hold if that is more.
 
-    compiled: by native.NativeScan, not by PyTorch operators.
+    compiled: run native.NativeScan instead of PyTorch operators.
     """
     call = call.of_rows()
     state, network, reset, to_start, save_every = call.state, call.network, call.reset, call.to_start, call.save_every
@@ -79,7 +79,7 @@ def chunked_memory(call: MemoryCall, compiled: bool = False) -> tuple[Tensor, Me
     for first, last, tokens in runs(blocks):
         layout = Layout(blocks, first, last, tokens, heads)
         new = layout.rows(blocks.new_chunk, device), layout.rows(blocks.new_document, device)
-        # C reads tokens where they are, unless a window reads some of them twice.
+        # C reads tokens in place, unless a window reads some of them twice.
         whole = compiled and blocks.index is None and wide is None
         inputs = [x[:, tokens] if whole else layout.fold(x) for x in (call.q, call.k, call.v)]
         theta, eta, alpha = (layout.fold(gate).movedim(-1, 0) for gate in (call.theta, call.eta, call.alpha))
@@ -117,9 +117,9 @@ def chunked_memory(call: MemoryCall, compiled: bool = False) -> tuple[Tensor, Me
 def _coefficients(
     rule: Rule, theta: Tensor, eta: Tensor, alpha: Tensor, own: list[Tensor], valid: Tensor | None, there: Tensor | None
 ) -> list[Tensor]:
-    """The fields of Coefficients of a run's blocks, (gate_layers, n, N, ...); of theta = 1 for a rule that erases.
+    """The fields of Coefficients of a run's blocks, (gate_layers, n, N, ...); for theta = 1 if the rule erases.
 
-    theta, eta, alpha: (gate_layers, n, N, c). own: (n, N, c, 1) each. there: of a window, see :meth:`Wide.of`.
+    theta, eta, alpha: (gate_layers, n, N, c). own: (n, N, c, 1) each. there: for a window, see :meth:`Wide.of`.
     """
     alone = torch.ones_like(theta) if there is not None or rule.erases else theta
     found = rule.coefficients(alone, eta, alpha, tuple(own), valid)
@@ -176,7 +176,7 @@ def _block_bytes(x: Tensor, network: NetworkShape) -> int:
 
 
 def _groups(count: int, block_bytes: int, save_every: int | None) -> tuple[int, bool]:
-    """Blocks of a group; whether each of them keeps what its backward pass needs (see ScanPlan)."""
+    """Number of blocks in a group, and whether blocks keep the intermediates of their backward pass (see ScanPlan)."""
     if save_every:
         return min(save_every, count), False
     fit = max(1, GROUP_BYTES // block_bytes)

@@ -1,4 +1,4 @@
-"""Coefficients of all blocks of tokens at once, computed from the gates; the letters are those of chunked.py."""
+"""Coefficients of all blocks of tokens at once, computed from the gates; letters as in chunked.py."""
 
 from dataclasses import dataclass
 
@@ -12,8 +12,8 @@ from titans_pt.kernels.common import first_derivatives_only
 class Coefficients:
     """The coefficients of blocks of c tokens, (..., c, 1) or (..., c, c).
 
-    A, B: weights of the block's first M and S in M_t. mix: P[t, i] theta_i, what of token i's gradient is in M_t.
-    m: (..., 1, 1), weight of the first S in the last one. e: E[c, i] theta_i, what of token i's gradient is in that.
+    A, B: weights of the block's first M and S in M_t. mix: P[t, i] theta_i, weight of token i's gradient in M_t.
+    m: (..., 1, 1), weight of the first S in the last S. e: E[c, i] theta_i, weight of token i's gradient in the last S.
     """
 
     A: Tensor
@@ -23,15 +23,18 @@ class Coefficients:
     e: Tensor
 
     def through(self, band: Tensor) -> "Coefficients":
-        """The same coefficients for single keys, where a token's gradient is a sum over keys: ``band`` (..., c, keys)
-        has the factor of each key in each token's sum, theta included."""
+        """Coefficients of single keys, if a token's gradient is a sum over keys.
+
+        band: (..., c, keys), the factor of each key in each token's sum, theta included.
+        """
         return Coefficients(self.A, self.B, self.mix @ band, self.m, band.mT @ self.e)
 
 
 @dataclass
 class Ends:
-    """Coefficients of a block's last state: a, b, m (..., 1, 1), weights of its first M and S in its last M, and of S
-    in the last S.
+    """Coefficients of a block's last state.
+
+    a, b, m: (..., 1, 1), weights of the first M and S in the last M, and of the first S in the last S.
 
     p, e: (..., c, 1), weight of each token's gradient in the last M, and in the last S.
     """
@@ -52,9 +55,9 @@ class Ends:
 
 
 def coefficients(theta: Tensor, eta: Tensor, alpha: Tensor, valid: Tensor | None) -> tuple[Tensor, ...]:
-    """Gates (G, n, N, c), valid (n, N, c) or None -> the fields of Coefficients for every block at once.
+    """Fields of Coefficients for every block at once, from gates (G, n, N, c) and valid (n, N, c) or None.
 
-    A token that is not valid changes nothing.
+    An invalid token changes nothing.
     """
     keep = 1 - alpha
     if valid is not None:
@@ -63,7 +66,7 @@ def coefficients(theta: Tensor, eta: Tensor, alpha: Tensor, valid: Tensor | None
 
 
 class _Coefficients(torch.autograd.Function):
-    """Written out: autograd's backward pass of a cumulative product is slow where a factor is 0."""
+    """The backward pass is written out, because autograd's for a cumulative product is slow where a factor is 0."""
 
     @staticmethod
     def forward(ctx, theta: Tensor, eta: Tensor, keep: Tensor, valid: Tensor | None):
@@ -104,8 +107,8 @@ class _Coefficients(torch.autograd.Function):
 def running_products(gate: Tensor) -> Tensor:
     """(..., c) -> (..., c + 1, c + 1): the product of gates i + 1 .. t at [t, i], i <= t, else 0.
 
-    Row t is what tokens 1 .. t have left of what was there after token i; i = 0 is before the block. No quotients, no
-    logarithms: a gate may be 0.
+    [t, i] is the share of the content after token i that is left after token t; i = 0 is before the block. No
+    quotients, no logarithms: a gate may be 0.
     """
     size = gate.shape[-1] + 1
     below = torch.ones(size, size, dtype=torch.bool, device=gate.device).tril(-1)
@@ -114,7 +117,7 @@ def running_products(gate: Tensor) -> Tensor:
 
 
 def _products_vjp(upstream: Tensor, products: Tensor) -> Tensor:
-    """The gates' gradient, (..., c), from that of their running products R (row 0 has none).
+    """Gradient of the gates, (..., c), from the gradient of their running products R (row 0 has none).
 
     Gate l is a factor of R[t, i] for i < l <= t, and R[t, i] = R[t, l] gate_l R[l - 1, i].
     """

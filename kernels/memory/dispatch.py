@@ -1,4 +1,4 @@
-"""The one entry: checks, dtypes, the choice of an implementation."""
+"""Entry point of the memory: checks, dtypes, choice of an implementation."""
 
 import os
 import sys
@@ -24,7 +24,7 @@ HAS_TRITON = find_spec("triton") is not None
 GPU = ("cuda", "meta")
 """Meta tensors follow the GPU path, which lets the planner measure its allocations."""
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-"""Whether Triton interprets kernels, on tensors of the CPU: it decides that when it is imported."""
+"""Whether Triton interprets kernels, on CPU tensors; Triton decides this when it is imported."""
 
 
 def neural_memory(
@@ -56,34 +56,34 @@ def neural_memory(
     Args:
         q, k, v: (B, T, H, D), any float dtype; queries, keys (unit length expected) and values.
         theta, eta, alpha: step size, momentum, forgetting, (B, T, H), or (B, T, H, L) for one per memory layer. alpha
-            may also have one per channel, (B, T, H, network.channels): of each layer, in order, one for each of the
-            d_in rows of its matrix.
+            may also have one per channel, (B, T, H, network.channels): layer by layer, one for each of the d_in rows of
+            the layer's matrix.
         weights: L tensors (H, d_in, d_out): M_0, with which documents begin. Layers compute x @ W. The first d_in is
             rule.width(D), D for most rules; the last d_out is D.
-        network: shape, activation and residual of M. None: as weights and norm say, with the residual and GELU.
+        network: shape, activation and residual of M. None: derived from weights and norm, with the residual and GELU.
         norm: (weight, bias), each (H, D), of the network's LayerNorm; None for a network without it.
         chunk_size: C; the gradient of a token is taken at the weights of its chunk's start.
         forget_to: where alpha pulls the memory. "zero": M_t = (1 - alpha_t) M_{t-1} + S_t, the paper's; "start":
             M_t = (1 - alpha_t) (M_{t-1} - M_0) + M_0 + S_t. Under a LayerNorm small weights make large steps:
             forgetting to zero can end in a memory that neither learns nor can be trained through.
-        initial_state: continue from it instead of M_0, S_0 = 0. Gradients flow through it. With forget_to="start"
-            give the same ``weights`` in each call of a stream: they are M_0 still.
+        initial_state: continue from it instead of M_0, S_0 = 0. Gradients flow through it. With forget_to="start" pass
+            the same ``weights`` in each call of a stream: they remain M_0.
         output_final_state: also return the state after the last token.
         reset: None or bool (B, T), True where a document starts: M_0, S_0 = 0, chunks count from there.
         max_resets: upper bound on the resets in a row of ``reset``; None: unknown. With it "triton" does not wait for
             the GPU to count them. Too large a bound costs scratch memory, too small a bound gives wrong results.
         backend: "naive" (definition), "chunked" (exact dual form, any rule), "native" (the same in C, on a CPU),
-            "triton" (fused kernels, on a GPU), "auto": triton on a GPU where it serves (a warning, once, says why it
-            does not), native on a CPU where it does, else chunked.
-        save_every: blocks between two states kept for the backward pass, which computes those between again.
-            None: at most the square root of the number of blocks, fewer where memory allows; triton: as many as
-            kernels.memory.fused.operators.SCRATCH_BYTES holds.
-        stale: tokens read the memory as it was at the start of their chunk, and nothing of the chunk itself. For large
-            chunks: a few matrix products each, by PyTorch's operators on any device.
+            "triton" (fused kernels, on a GPU), "auto": on a GPU triton if it serves the call (else one warning says why
+            not), on a CPU native if it serves the call, else chunked.
+        save_every: number of blocks between two states kept for the backward pass, which recomputes the states in
+            between. None: at most the square root of the number of blocks, fewer where memory allows; triton: as many
+            as kernels.memory.fused.operators.SCRATCH_BYTES holds.
+        stale: tokens read the memory as it was at the start of their chunk, and nothing of the chunk itself. Meant for
+            large chunks: each takes a few matrix products, by PyTorch's operators on any device.
         rule: the inner loss and the update. "triton" serves only Titans' own, the default; "native" most rules with a
             Rule.compiled_loss (its error says why not).
         own: the rule's own gates in its order, each (B, T, H).
-        soup: other memories that every token reads at once with the running one; by PyTorch's operators.
+        soup: other memories that every token reads together with the running one, by PyTorch's operators.
 
     Returns:
         (B, T, H, D) in q's dtype, and the final state or None. State and arithmetic are fp32, fp64 for fp64 inputs;
@@ -118,17 +118,18 @@ def self_modifying_memory(
     save_every: int | None = None,
     rule: Rule = TITANS,
 ) -> tuple[Tensor, MemoryState | None]:
-    """A memory whose keys, values and gates are made of its own answers (Nested Learning, arXiv 2512.24695, Eq. 86-91).
+    """Memory whose keys, values and gates are made from its own answers (Nested Learning, arXiv 2512.24695, Eq. 86-91).
 
-    All of a chunk is read at the weights of its start: outputs y_t = M(q_t), and whatever ``author`` asks in addition.
-    The chunk's tokens then write, and the next chunk may begin.
+    A whole chunk is read at the weights of its start: the outputs y_t = M(q_t) and all further reads of ``author``.
+    Then the chunk's tokens write, and the next chunk begins.
 
     Args:
         q: (B, T, H, D), any float dtype.
         author: (answers, read) -> k, v, theta, eta, alpha, own gates of a block of c tokens. answers: y of the block,
-            (B, H, c, D); read: further questions (B, H, c, D) to the same memory -> its answers. It returns k and v
-            (B, H, c, D), theta, eta, alpha (B, H, c, 1 or L), one alpha for a matrix, and the rule's own gates
-            (B, H, c, 1), all in the dtype of states. Gradients flow through it; the inner gradient takes v as given.
+            (B, H, c, D). read: further queries (B, H, c, D) to the same memory -> its answers. The author returns k and
+            v (B, H, c, D), theta, eta, alpha (B, H, c, 1 or L), one alpha for a matrix, and the rule's own gates
+            (B, H, c, 1), all in the dtype of states. Gradients flow through the author; the inner gradient treats v as
+            a constant.
         backend: "naive" (definition), "chunked" (exact, any rule), "native" (writes in C, on a CPU), "auto": native
             where it serves, else chunked.
 
@@ -160,8 +161,8 @@ def _run(call: MemoryCall, backend: str) -> tuple[Tensor, MemoryState]:
 
 
 def _breaks_the_graph(call: MemoryCall, backend: str) -> bool:
-    """Whether a compiled call stays outside the graph. On a CPU already the choice does: it looks for compiled C on the
-    disk, which cannot be traced."""
+    """Whether a compiled call runs outside the graph. On a CPU the choice itself must: it looks for compiled C on disk,
+    which cannot be traced."""
     if backend == "auto" and call.q.device.type not in GPU:
         return True
     serves = chosen(call, backend)
@@ -219,7 +220,7 @@ _NAMED = {
     "chunked": (CHUNKED, BLOCKWISE),
     "naive": (NAIVE,),
 }
-"""Backend by its name -> implementations, of which the first that serves a call runs it."""
+"""Implementations of each backend; the first one that serves a call runs it."""
 
 
 def unserved(

@@ -1,9 +1,9 @@
 """Blocks of the dual form, forward and backward, written out on explicit tensors.
 
-Keys and queries are apart. A block's keys change the memory that the next block's keys meet: :func:`key_side` and
-:func:`write` take one block after the other. Its queries only read what the keys left: :func:`read` takes any number of
-blocks at once. The backward pass is the same the other way round: :func:`read_backward` of all blocks,
-:func:`write_backward` of one after the other.
+Keys and queries are separate. A block's keys change the memory that the next block's keys use: :func:`key_side` and
+:func:`write` take one block after the other. A block's queries only read: :func:`read` takes any number of blocks at
+once. The backward pass has the reverse order: first :func:`read_backward` of all blocks, then :func:`write_backward` of
+one block after the other.
 
 Shapes: N = B * H rows of one block, M = K * N of K blocks (block after block), c tokens of a block, D the head width.
 Layer n maps d_in to d_out. Names follow the mathematics: X the inputs of a layer on the key side, G the inner errors, Z
@@ -29,7 +29,7 @@ _normalise_backward = torch.ops.aten.native_layer_norm_backward
 
 @dataclass
 class Unit:
-    """A LayerNorm without its affine part: f (..., D), its mean and 1 / standard deviation (..., 1), what comes out."""
+    """A LayerNorm without its affine part: input f (..., D), its mean and 1 / standard deviation (..., 1), output."""
 
     f: Tensor
     mean: Tensor
@@ -43,17 +43,18 @@ class Unit:
 
     def vjp(self, upstream: Tensor) -> Tensor:
         """Vector-Jacobian product; the Jacobian is symmetric."""
-        # The operator reads what it is given as if it were contiguous.
+        # The operator assumes contiguous tensors.
         upstream, f, mean, scale = (x.contiguous() for x in (upstream, self.f, self.mean, self.scale))
         return _normalise_backward(upstream, f, f.shape[-1:], mean, scale, None, None, [True, False, False])[0]
 
 
 @dataclass
 class Keys:
-    """The key side of blocks: of layer n, the gradient of the inner loss is the sum of X[n]^T G[n].
+    """Key side of blocks: the gradient of the inner loss in the weights of layer n is X[n]^T G[n], a sum over tokens.
 
-    hidden, slope, pulled: of layer n < L - 1, its output, the activation's slope there, the error before that slope.
-    error: M(k) - v; top: the loss's gradient there. norm: of the last layer, if it has one.
+    hidden, slope, pulled: for layer n < L - 1 its output, the activation's slope at the output, and the error before it
+    is multiplied by the slope. error: M(k) - v. top: the loss's gradient in M(k). norm: LayerNorm after the last layer,
+    if any.
     """
 
     X: list[Tensor]
@@ -70,8 +71,8 @@ class Keys:
 class Aim:
     """Targets of blocks' keys.
 
-    goal: target of the last matrix, or of the LayerNorm before its bias, for M(k) = v; a backward pass needs none.
-    v, own: inputs of the rule's loss beside the error; own (..., c, 1) each.
+    goal: target of the last matrix, or of the LayerNorm before its bias, for M(k) = v; None for a backward pass. v,
+    own: inputs of the rule's loss in addition to the error; own (..., c, 1) each.
     """
 
     goal: Tensor | None
@@ -86,8 +87,11 @@ class Aim:
 
 @dataclass
 class Queries:
-    """Tensors kept for the backward pass of a read: of layer n its input Z, its products with all keys' inputs
-    (scores), with the weights and with the momentum; hidden: its output, n < L - 1. norm: of the last layer."""
+    """Tensors kept for the backward pass of a read.
+
+    Z: input of layer n. scores, ZW, ZS: products of Z with the inputs of all keys, the weights and the momentum.
+    hidden: output of layer n < L - 1. norm: LayerNorm after the last layer.
+    """
 
     Z: list[Tensor]
     hidden: list[Tensor]
@@ -98,8 +102,10 @@ class Queries:
 
 
 def key_side(k: Tensor, aim: Aim, norm: Weights, F: Weights, network: NetworkShape, rule: Rule) -> Keys:
-    """The gradient of the rule's loss at the weights F, L of (..., d_in, d_out). k, and all of aim, (..., c, D); norm
-    two (..., 1, D) or none."""
+    """Gradient of the rule's loss at the weights F, L tensors (..., d_in, d_out).
+
+    k, and goal and v of aim: (..., c, D). norm: two (..., 1, D), or none.
+    """
     act, pulled_back = ACTIVATIONS[network.activation], PULLED_BACK[network.activation]
     X, hidden, slope = [k], [], []
     f = k @ F[0]
@@ -125,7 +131,7 @@ def key_side(k: Tensor, aim: Aim, norm: Weights, F: Weights, network: NetworkSha
 
 
 def write(keys: Keys, gates: list[Ends], W: Weights, S: Weights, into: Weights):
-    """Puts W and S (N, d_in, d_out) after a block into ``into``, W's layers first."""
+    """Write W and S (N, d_in, d_out) after a block to ``into``, W's layers first."""
     for n, c in enumerate(gates):
         new_w, new_s = into[n], into[len(W) + n]
         torch.mul(W[n], c.a, out=new_w)
@@ -144,10 +150,10 @@ def read(
     base: Weights | None,
     network: NetworkShape,
 ) -> tuple[Tensor, Queries]:
-    """Reads blocks with queries: q (M, c, D); W, S (M, d_in, d_out) at each block's start.
+    """Read blocks with queries: q (M, c, D); W, S (M, d_in, d_out) at each block's start.
 
-    base: M_0 (N, d_in, d_out), if forgetting leads to it. W is then the difference to M_0, which is forgotten to zero:
-    the same recurrence, and queries meet base + W.
+    base: M_0 (N, d_in, d_out), if the memory forgets to M_0. W is then the difference to M_0, which is forgotten to
+    zero by the same recurrence, and queries use base + W.
     """
     act = ACTIVATIONS[network.activation]
     kept = Queries([], [], [], [], [], None)
@@ -177,7 +183,7 @@ def _of_rows(x: Tensor, base: Tensor) -> Tensor:
 
 
 def _of_blocks(x: Tensor, like: Tensor) -> Tensor:
-    """Back: (N, K c, F) -> (K N, c, F), ``like`` being (K N, c, ...)."""
+    """Reverse of :func:`_of_rows`: (N, K c, F) -> (K N, c, F), ``like`` being (K N, c, ...)."""
     return x.unflatten(1, (-1, like.shape[1])).transpose(0, 1).flatten(0, 1)
 
 
@@ -211,7 +217,7 @@ def read_backward(
     d_base: list[Tensor],
     network: NetworkShape,
 ) -> ReadGradients:
-    """out (M, c, D), the gradient of read's first result. That of base is added to d_base."""
+    """Backward pass of :func:`read`. out: (M, c, D), gradient of its outputs. Adds the gradient of base to d_base."""
     pulled_back = PULLED_BACK[network.activation]
     layers = len(W)
     dX, dG, A_dz, B_dz, dA, dB, d_mix = ([None] * layers for _ in range(7))
@@ -241,10 +247,10 @@ def read_backward(
 
 @dataclass
 class Bends:
-    """Derivatives that the backward pass of writes needs beside :class:`Keys`, of any number of blocks at once.
+    """Derivatives, besides :class:`Keys`, for the backward pass of writes, of any number of blocks at once.
 
-    curve: of layer n < L - 1, the pulled error times the activation's curvature. flat, tilt, along: the three factors
-    of the LayerNorm's second derivative. pG, eG: errors as they enter the last W and S.
+    curve: for layer n < L - 1, the pulled error times the activation's curvature. flat, tilt, along: the three factors
+    of the LayerNorm's second derivative. pG, eG: errors with their weights in the last W and S.
     """
 
     curve: list[Tensor]
@@ -271,9 +277,11 @@ class Bends:
 
 @dataclass
 class Writes:
-    """One block's gradients: k without what the residual adds, error (N, c, D), upstream of the LayerNorm's input
-    before its affine part (None without one), v beyond what comes through the error (None: nothing), own gates
-    (N, c, 1)."""
+    """Gradients of one block's key side.
+
+    k: without the residual's part. error: (N, c, D). upstream: gradient of top * gain, which enters the LayerNorm's
+    backward pass (None without a LayerNorm). v: without its part through the error (None: zero). own: (N, c, 1) each.
+    """
 
     k: Tensor
     error: Tensor
@@ -291,7 +299,7 @@ def state_backward(
     B_dz: list[Tensor],
     into: tuple[Weights, Weights],
 ):
-    """Puts the gradients of a block's first W and S into ``into``, from those of its last ones and of its queries."""
+    """Write the gradients of a block's first W and S to ``into``, from those of its last W and S and of its queries."""
     for n, (c, d_w, d_s) in enumerate(zip(gates, *into, strict=True)):
         torch.mul(new_W[n], c.a, out=d_w).baddbmm_(Z[n].mT, A_dz[n])
         torch.mul(new_S[n], c.m, out=d_s).addcmul_(new_W[n], c.b).baddbmm_(Z[n].mT, B_dz[n])
@@ -306,8 +314,8 @@ def write_backward(
     new_S: Weights,
     gates: list[Ends],
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """new_W, new_S: gradients of write's results. dX, dG: what reading gave, added to in place. Returns X times new_W
-    and times new_S."""
+    """Backward pass of :func:`write`. new_W, new_S: gradients of its results. dX, dG: gradients from reads, added to in
+    place. Returns X times new_W and X times new_S."""
     HW = [torch.bmm(x, w) for x, w in zip(keys.X, new_W, strict=True)]
     HS = [torch.bmm(x, s) for x, s in zip(keys.X, new_S, strict=True)]
     for n, c in enumerate(gates):
@@ -320,8 +328,8 @@ def key_side_backward(
     keys: Keys, aim: Aim, bends: Bends, dX: list[Tensor], dG: list[Tensor], norm: Weights, F: Weights,
     dF: list[Tensor | None], network: NetworkShape, rule: Rule,
 ) -> Writes:  # fmt: skip
-    """dX, dG: complete but for what comes from here; used up. dF: where the gradients of the weights F are summed, None
-    where nothing is yet."""
+    """Backward pass of :func:`key_side`. dX, dG: gradients from reads and writes, overwritten here. dF: sums of the
+    gradients of the weights F, None for an empty sum."""
     last = network.depth - 1
     d_hidden = []
     for n in range(last):
@@ -351,6 +359,6 @@ def key_side_backward(
 
 
 def _add(dF: list[Tensor | None], n: int, x: Tensor, g: Tensor):
-    """x^T g is part of F_n's gradient."""
+    """Add x^T g to the gradient of F_n."""
     d = dF[n]
     dF[n] = torch.bmm(x.mT, g) if d is None else d.baddbmm_(x.mT, g)

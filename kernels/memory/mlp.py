@@ -25,7 +25,7 @@ def _silu_curvature(z: Tensor) -> Tensor:
 
 
 def _silu_pulled_back(upstream: Tensor, z: Tensor) -> Tensor:
-    """Written out, since blockwise.py differentiates it and PyTorch's own operator has no derivative."""
+    """SiLU's backward pass, written out: blockwise.py differentiates it, and PyTorch's operator has no derivative."""
     s = torch.sigmoid(z)
     return upstream * (s * (1 + z * (1 - s)))
 
@@ -61,7 +61,7 @@ def forward(
 ) -> Tensor:
     """M(x): (..., T, D) -> (..., T, D) through weights (..., d_in, d_out); norm parameters (..., 1, D).
 
-    inputs: what the first matrix takes in, if that is not x.
+    inputs: input of the first matrix, if it is not x.
     """
     act = ACTIVATIONS[network.activation]
     z = (x if inputs is None else inputs) @ weights[0]

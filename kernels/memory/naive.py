@@ -1,4 +1,4 @@
-"""The definition, token by token: the oracle that every other implementation is held against.
+"""The definition, token by token: the reference that every other implementation is tested against.
 
 Titans (arXiv 2501.00663), Eq. 11-14 with chunk-wise gradients (Section 3.2):
 
@@ -13,8 +13,8 @@ A rule with a window takes the gradient of a weighted sum: the losses of its tok
 A rule that erases has (I - b_t x x^T) M_{t-1} in place of M_{t-1} ("start": of M_{t-1} - M_0). x is a layer's input for
 k_t at the weights of the chunk's start; Rule.steps gives b_t and the layer's theta.
 
-A non-linear rule closes every chunk: after its last token M becomes closed(M, S). In the next chunk met(M) are the
-weights at which gradients are taken and which queries read.
+A non-linear rule closes every chunk: after the last token M becomes closed(M, S). In the next chunk gradients are taken
+at the weights met(M), and queries read them.
 
 With an author (call.py; the mixer hope), k_t, v_t and the gates are computed from M_{t'}(q_t) and further reads of
 M_{t'}. u_t is then the gradient in the weights that k_t passes through; v_t counts as a constant.
@@ -70,7 +70,7 @@ def naive_memory(
             recent = (torch.where(gone.view(-1, 1, 1, 1), 0.0, recent[0]), *recent[1:])
         now, at = (call, t) if call.author is None else (_written_by(call.author, call, t, start), 0)
         gradient, recent = _gradient(now, at, start, keep_graph, recent)
-        # Of each layer theta, eta, alpha, (B, H, 1 or d_in, 1): a row of the matrix is a channel of its inputs.
+        # theta, eta, alpha of each layer, (B, H, 1 or d_in, 1): a row of the matrix is a channel of its inputs.
         of_all = tuple(gate[:, at] for gate in (now.theta, now.eta, now.alpha))
         gates = zip(*map(network.per_layer, of_all), strict=True)
         own = tuple(gate[:, at].unsqueeze(-1) for gate in now.own)
@@ -96,7 +96,7 @@ def naive_memory(
 
 
 def _written_by(author: Author, call: MemoryCall, t: int, weights: Weights) -> MemoryCall:
-    """The call of token t alone, with what the author makes of the memory's answers."""
+    """Call of token t alone, with the keys, values and gates that the author makes from the memory's answers."""
     answers = _through(call, call.q[:, t].unsqueeze(-2), weights)
     made = author(answers, lambda x: _through(call, x, weights))
     k, v, theta, eta, alpha, *own = (for_each(x, answers.shape[1]).transpose(1, 2) for x in made)
@@ -107,7 +107,7 @@ def _moved(
     rule: Rule, weights: Tensor, momentum: Tensor, gradient: Tensor, gates: tuple[Tensor, ...], own: Own,
     x: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """M and S of one layer after a token; x (B, H, 1, d_in): its input, of a rule that erases along it."""
+    """M and S of one layer after a token. x: the layer's input (B, H, 1, d_in) if the rule erases, else None."""
     theta, eta, alpha = gates
     if x is None:
         return rule.update(weights, momentum, gradient, theta, eta, alpha, own)
@@ -127,7 +127,7 @@ def _inputs(call: MemoryCall, t: int, weights: Weights) -> list[Tensor]:
 
 
 def _mixed(call: MemoryCall, t: int, weights: Weights) -> Weights:
-    """Weights that token t reads: the running memory's, or their mean with those of other memories."""
+    """Weights that token t reads: the running memory's, or a mean over several memories."""
     if call.soup is None:
         return weights
     shares = call.soup.shares[:, t, :, None, None].unbind(-1)
@@ -147,13 +147,13 @@ def _through(call: MemoryCall, x: Tensor, weights: Weights) -> Tensor:
 
 
 def _gradient(call: MemoryCall, t: int, weights: Weights, keep_graph: bool, recent: Recent) -> tuple[Weights, Recent]:
-    """u_t, and what a window keeps after token t."""
+    """u_t, and the window's record after token t."""
     rule = call.rule
     token = [x[:, t].unsqueeze(-2) for x in (call.k, call.v, *call.own)]  # (B, H, 1, .)
     with recording():
         token, recent = recordable(token), recordable(recent)
         call = replace(call, norm=call.norm and recordable(call.norm))
-        # Copies: values may come from the same weights, and are given.
+        # Copies: values may be computed from the same weights, but count as constants.
         weights = tuple(w.clone() for w in weights)
         weights = tuple(w if w.requires_grad else w.requires_grad_() for w in weights)
         if rule.window == 1:
@@ -176,7 +176,7 @@ def _gradient(call: MemoryCall, t: int, weights: Weights, keep_graph: bool, rece
 
 
 def _factors(call: MemoryCall, k: Tensor, v: Tensor, *own: Tensor, weights: Weights, keep_graph: bool) -> list[Tensor]:
-    """X of each layer and G of each layer, (B, H, 1, .): the gradient of a token's loss is X^T G."""
+    """X and then G of each layer, (B, H, 1, .): the gradient of a token's loss is X^T G."""
     act, X, outputs = mlp.ACTIVATIONS[call.network.activation], [call.rule.features(k)], []
     for n, w in enumerate(weights):
         outputs.append(X[-1] @ w)

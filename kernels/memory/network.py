@@ -9,10 +9,10 @@ from torch import Tensor
 class NetworkShape:
     """M(x) = x + LN(W_L act(... act(W_1 x))), an MLP of each head.
 
-    width: D, of what goes in and comes out. hidden: width between layers (without a meaning at depth 1).
+    width: D, of inputs and outputs. hidden: width between layers (meaningless at depth 1).
     depth: L, weight matrices. norm: the LayerNorm (eps 1e-5, affine). residual: the ``x +``.
-    activation: "gelu" (exact), "silu" or "relu". inputs: width of what the first matrix takes in, if that is not x but
-    features of it (Rule.features); None: width.
+    activation: "gelu" (exact), "silu" or "relu". inputs: input width of the first matrix, if its input is not x but
+    features of x (Rule.features); None: width.
     """
 
     width: int
@@ -25,13 +25,13 @@ class NetworkShape:
 
     @property
     def layers(self) -> tuple[tuple[int, int], ...]:
-        """(d_in, d_out) of each weight matrix, in the order in which x meets them."""
+        """(d_in, d_out) of each weight matrix, from input to output."""
         widths = [self.inputs or self.width, *[self.hidden] * (self.depth - 1), self.width]
         return tuple(zip(widths[:-1], widths[1:], strict=True))
 
     @property
     def channels(self) -> int:
-        """Channels that weight matrices take in, of all layers together: how many alphas a token has with one each."""
+        """Number of input channels of all weight matrices: a token's number of alphas if each channel has its own."""
         return sum(d_in for d_in, _ in self.layers)
 
     def per_layer(self, gate: Tensor) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""The recurrence over blocks as one differentiable operator: what must wait for the block before, and what need not."""
+"""The recurrence over blocks as one differentiable operator: writes block by block, reads of many blocks at once."""
 
 from dataclasses import dataclass, fields
 from itertools import repeat
@@ -20,10 +20,10 @@ class ScanPlan:
     """Layout of a run of n equally long blocks, as the host knows it.
 
     new_chunk, new_document: per block, a bool for all rows or a bool tensor (B H,).
-    to_start: whether forgetting leads to M_0, not to zero. gate_layers: 1 or L.
-    group: blocks whose queries are read at once. keep: whether a forward pass keeps what its backward pass needs;
-    else it keeps the state at each group's start, from which the group is computed again.
-    whole, at_start, silent: of native.NativeScan alone. Whether tokens are where the caller has them; whether they read
+    to_start: whether the memory forgets to M_0 instead of zero. gate_layers: 1 or L.
+    group: number of blocks that are read at once. keep: whether a forward pass keeps the intermediates of its backward
+    pass; else it keeps the state at each group's start, from which the group is recomputed.
+    whole, at_start, silent: for native.NativeScan only. Whether tokens keep the caller's layout; whether they read
     their chunk's start; whether they read nothing.
     """
 
@@ -48,7 +48,7 @@ class MemoryScan(torch.autograd.Function):
 
     q, k, v: (n, N, c, D). own: the rule's own gates, (n, N, c, 1) each. coefficients: the fields of Coefficients,
     (gate_layers, n, N, ...). norm: two (N, 1, D), or none. begin: M_0, L weights (N, d_in, d_out) at which a document
-    starts; none if no block needs it. W, S, F: the state, likewise; with to_start W is its difference to M_0.
+    starts; none if no block needs it. W, S, F: the state, in the same shapes; with to_start W is the difference to M_0.
     """
 
     @staticmethod
@@ -64,7 +64,7 @@ class MemoryScan(torch.autograd.Function):
         ctx.plan, ctx.count, ctx.kept = plan, 3 + len(rest), rebuilt(work, repeat(q.new_empty(0)))
         ctx.save_for_backward(q, k, v, *rest, *kept)
         ctx.set_materialize_grads(False)
-        # A state that no block replaced is an input: autograd wants outputs of its own.
+        # A state that no block replaced is an input: autograd needs a new tensor as output.
         given = {id(w) for w in rest}
         after = (w.clone() if id(w) in given else w for w in leaves(state))
         return torch.cat(outputs).view_as(q), *after
@@ -127,7 +127,7 @@ class _Scan:
         return tuple(p.repeat(len(blocks), 1, 1) for p in self.norm)
 
     def run(self, blocks: range, state: tuple[Weights, Weights, Weights]):
-        """State before the group -> outputs (K N, c, D), the state after it, what the backward pass needs."""
+        """State before the group -> outputs (K N, c, D), the state after it, tensors for the backward pass."""
         network, layers, count = self.plan.network, self.plan.network.depth, len(blocks)
         gates, norm = self.gates(blocks), self.norms(blocks)
         q, k, v, *own = (x[blocks.start : blocks.stop].flatten(0, 1) for x in (self.q, self.k, self.v, *self.own))
@@ -155,7 +155,7 @@ class _Scan:
         return out, (now[:layers], now[layers:], F), _Work(keys, dual.Aim(None, aim.v, aim.own), queries, W, S)
 
     def _begun(self, n: int, now: Weights) -> Weights:
-        """W and S before block n -> at its start: where a document begins there, at M_0 and 0."""
+        """W and S at the start of block n, from those before it: M_0 and 0 in rows where a document begins."""
         document = self.plan.new_document[n]
         if document is False:
             return now
@@ -163,7 +163,7 @@ class _Scan:
         return choose(document, (*(self.begin if self.base is None else zero), *zero), now)
 
     def frozen(self, n: int, W: Weights, F: Weights) -> Weights:
-        """The weights at which block n's gradients are taken: its own first ones if it begins a chunk."""
+        """Weights at which block n's gradients are taken: the block's first weights if it begins a chunk, else F."""
         chunk = self.plan.new_chunk[n]
         if chunk is False:
             return F
@@ -174,7 +174,7 @@ class _Scan:
 class _Gradients:
     """Gradients of MemoryScan's arguments, filled group by group from the last to the first.
 
-    now: of W and S at the place that is reached; F: of the frozen weights there, None for 0.
+    now: gradients of W and S at the current block. F: gradients of the frozen weights there, None for 0.
     """
 
     def __init__(self, scan: _Scan, d_state: tuple[Tensor | None, ...]):
@@ -190,7 +190,7 @@ class _Gradients:
         self.F = [None if d is None else d.clone() for d in d_state[2 * layers :]]
 
     def add(self, blocks: range, d_out: Tensor, work: _Work, F: Weights):
-        """d_out (K N, c, D); F: the frozen weights before the group."""
+        """Add a group's gradients. d_out: (K N, c, D). F: the frozen weights before the group."""
         scan, network, layers, count = self.scan, self.scan.plan.network, self.scan.plan.network.depth, len(blocks)
         gates, norm = scan.gates(blocks), scan.norms(blocks)
         ends = [Ends.of(c) for c in gates]
@@ -214,7 +214,7 @@ class _Gradients:
             new_W, new_S = slots[i + 1][:layers], slots[i + 1][layers:]
             dW, dS = slots[i][:layers], slots[i][layers:]
             dual.state_backward(new_W, new_S, end, Z, A_dz, B_dz, (dW, dS))
-            # Weights at which no other block's gradients are taken: theirs go where they belong at once.
+            # If no other block's gradients are taken at these weights, their gradient goes directly into dW.
             alone = scan.plan.new_chunk[blocks[i]] is True and scan.base is None and self.F[0] is None
             dF = list(dW) if alone else self.F
             HW, HS = dual.write_backward(keys, bend, dX, dG, new_W, new_S, end)
@@ -227,7 +227,7 @@ class _Gradients:
         self._sum(blocks, read, joined(writes), work, [w.flatten(0, 1) for w in after])
 
     def _thaw(self, chunk, dW: Weights):
-        """Adds the gradient of a chunk's frozen weights to that of the weights its first block begins with."""
+        """Add the gradient of a chunk's frozen weights to the gradient of the first block's starting weights."""
         if chunk is False:
             return
         part = self.F if chunk is True else [f.where(chunk.view(-1, 1, 1), 0) for f in self.F]
@@ -238,7 +238,7 @@ class _Gradients:
         self.F = [None if chunk is True else f - p for f, p in zip(self.F, part, strict=True)]
 
     def _forget(self, document, now: Weights):
-        """Stops gradients where a document begins: nothing before it matters."""
+        """Stop gradients where a document begins: it does not depend on anything before."""
         if document is False:
             return
         rows = torch.ones_like(now[0][:, :1, :1], dtype=torch.bool) if document is True else document.view(-1, 1, 1)
@@ -252,8 +252,8 @@ class _Gradients:
             total += part
 
     def _sum(self, blocks: range, read: dual.ReadGradients, writes: list, work: _Work, after: list[Tensor]):
-        """Gradients that need no order, of all blocks at once. writes: dual.Writes and the result of
-        dual.write_backward; after: gradients of W and S after each block."""
+        """Compute the gradients that need no order, for all blocks at once. writes: dual.Writes and the result of
+        dual.write_backward. after: gradients of W and S after each block."""
         write, HW, HS = writes
         network, layers, place = self.scan.plan.network, len(work.W), slice(blocks.start, blocks.stop)
 
@@ -282,5 +282,5 @@ class _Gradients:
 
 
 def _inner(x: Tensor, y: Tensor) -> Tensor:
-    """(M, d, h) x 2 -> (M, 1, 1), sums of products, without a tensor of that size."""
+    """Sums of products of two tensors (M, d, h) -> (M, 1, 1), without a temporary tensor of their size."""
     return torch.bmm(x.flatten(1).unsqueeze(1), y.flatten(1).unsqueeze(2))

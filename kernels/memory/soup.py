@@ -1,4 +1,4 @@
-"""A read of several memories at once: one memory whose weights are a mean of theirs."""
+"""Read several memories at once, as one memory with a mean of their weights."""
 
 from dataclasses import dataclass
 
@@ -9,20 +9,23 @@ from titans_pt.kernels.memory.state import Weights
 
 @dataclass(frozen=True, eq=False)
 class Soup:
-    """Other memories that queries read beside the running one (Memory Soup, arXiv 2602.24281): M has the weights
-    shares[0] W_t + sum_i shares[1 + i] W_i, for each token its own.
+    """Other memories that queries read together with the running one (Memory Soup, arXiv 2602.24281).
+
+    For each token M has the weights shares[0] W_t + sum_i shares[1 + i] W_i.
 
     weights: n times L tensors (B, H, d_in, d_out), or (B H, d_in, d_out) beside folded tokens.
     shares: (B, T, H, 1 + n).
-    A layer is linear in its weights, and no token needs a weight set of its own: z W = sum_i shares_i (z W_i).
+    A layer is linear in its weights, and no token needs its own weight set: z W = sum_i shares_i (z W_i).
     """
 
     weights: tuple[Weights, ...]
     shares: Tensor
 
     def layer(self, n: int, z: Tensor, running: Tensor, shares: Tensor) -> Tensor:
-        """Layer n's output for inputs z (..., c, d_in) and shares (..., c, 1 + n), of which the running memory makes
-        ``running``."""
+        """Output of layer n for inputs z (..., c, d_in) and shares (..., c, 1 + n).
+
+        running: output of the running memory's layer for z.
+        """
         first, *others = shares.split(1, -1)
         y = first * running
         for share, weights in zip(others, self.weights, strict=True):

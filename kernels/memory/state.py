@@ -9,12 +9,12 @@ Weights = tuple[Tensor, ...]
 
 
 def state_dtype(x: Tensor) -> torch.dtype:
-    """Memory states are fp32 whatever the dtype of what they read, fp64 for fp64."""
+    """Dtype of the memory states for inputs ``x``: fp64 for fp64, else fp32."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def choose(rows: bool | Tensor, yes: Weights, no: Weights) -> Weights:
-    """Row by row ``yes`` or ``no``, tensors (N, ...); rows: bool (N,), or True for all."""
+    """Select ``yes`` or ``no`` row by row, tensors (N, ...). rows: bool (N,), or True for all."""
     if rows is True:
         return tuple(yes)
     return tuple(torch.where(rows.view(-1, *[1] * (a.dim() - 1)), a, b) for a, b in zip(yes, no, strict=True))
@@ -22,16 +22,16 @@ def choose(rows: bool | Tensor, yes: Weights, no: Weights) -> Weights:
 
 @dataclass
 class MemoryState:
-    """State after any number of tokens; constant in their number. Makes a cut at any token invisible.
+    """State after any number of tokens, constant in size. Sequences may be cut at any token without changing results.
 
-    The gradient of a token is taken at the weights of its chunk's START. A cut inside a chunk must carry those beside
-    the current ones: three weight sets and one counter, no buffered tokens.
+    The gradient of a token is taken at the weights of its chunk's START. A cut inside a chunk must carry these weights
+    and the current ones: three weight sets and one counter, no buffered tokens.
 
     weights: L tensors (B, H, d_in, d_out), fp32 (fp64 for fp64 inputs): M_t.
     momentum: same shapes: S_t.
     chunk_weights: same shapes: M at the start of the current chunk (equal to ``weights`` when offset is 0).
     offset: (B,) int64, tokens already read of the current chunk, 0 <= offset < chunk_size.
-    recent: of a rule with a window, what it keeps of the newest tokens (kernels/memory/window.py), (B, H, w, .) each.
+    recent: record of the newest tokens, for a rule with a window (kernels/memory/window.py), (B, H, w, .) each.
     """
 
     weights: Weights
@@ -41,8 +41,8 @@ class MemoryState:
     recent: tuple[Tensor, ...] = ()
 
     def to(self, dtype: torch.dtype) -> "MemoryState":
-        """The same in another dtype, such as for a layer in fp32 after one in fp64: C and the GPU's kernels take
-        addresses as they are."""
+        """Convert the state to another dtype, such as for an fp32 layer after an fp64 one. C and GPU kernels take raw
+        addresses and convert nothing."""
         if self.weights[0].dtype == dtype:
             return self
 

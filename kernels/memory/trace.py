@@ -14,11 +14,11 @@ from titans_pt.kernels.memory.state import MemoryState, Weights
 
 @dataclass
 class Trace:
-    """Each (B, T, H), fp32 (fp64 for fp64 inputs); norms are Frobenius, over all L matrices of a head together.
+    """Figures of each token, (B, T, H), fp32 (fp64 for fp64 inputs). Norms are Frobenius, over a head's L matrices.
 
-    surprise: ||u_t||, u_t the gradient of the rule's loss, in Titans grad_W ||M_{t'}(k_t) - v_t||^2, at the weights of
-    the start of t's chunk. weight_norm: ||M_t||. momentum_norm: ||S_t||; both after the token. theta, eta, alpha: the
-    gates, means over matrices where each has its own.
+    surprise: ||u_t||. u_t is the gradient of the rule's loss at the weights of the start of t's chunk; in Titans grad_W
+    ||M_{t'}(k_t) - v_t||^2. weight_norm: ||M_t||. momentum_norm: ||S_t||; both after the token. theta, eta, alpha: the
+    gates, averaged over matrices if each has its own.
     """
 
     surprise: Tensor
@@ -47,8 +47,8 @@ def memory_trace(
     rule: Rule = TITANS,
     own: Own = (),
 ) -> Trace:
-    """The arguments are those of :func:`~titans_pt.kernels.memory.neural_memory`, without the queries: those write
-    nothing.
+    """Trace the writes of a memory. Arguments as in :func:`~titans_pt.kernels.memory.neural_memory`, without queries,
+    which write nothing.
     """
     call = MemoryCall.given(
         k, k, v, theta, eta, alpha, tuple(weights), network, norm, rule, own, chunk_size=chunk_size,
@@ -71,7 +71,7 @@ def self_modifying_trace(
     reset: Tensor | None = None,
     rule: Rule = TITANS,
 ) -> Trace:
-    """The arguments are those of :func:`~titans_pt.kernels.memory.self_modifying_memory`."""
+    """Trace a memory with an author. Arguments as in :func:`~titans_pt.kernels.memory.self_modifying_memory`."""
     return _traced(
         MemoryCall.authored(
             q, author, tuple(weights), network, norm, rule, chunk_size=chunk_size, forget_to=forget_to,

@@ -1,5 +1,7 @@
-"""Dataclasses and lists of tensors, as one: operands of the memory's block. Kernels import no layers, whose
-titans_pt.layers.state walks what is carried between calls."""
+"""Functions over nested dataclasses and lists of tensors, such as the operands of a memory block.
+
+titans_pt.layers.state does this for states carried between calls, but kernels do not import layers.
+"""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import fields, is_dataclass
@@ -10,14 +12,14 @@ from torch import Tensor
 
 
 def leaves(x: Any) -> list[Tensor]:
-    """The tensors in ``x``: a tensor, None, or a list, tuple or dataclass of such."""
+    """The tensors in ``x``, which is a tensor, None, or a list, tuple or dataclass of these."""
     if isinstance(x, Tensor):
         return [x]
     return [leaf for part in _parts(x) for leaf in leaves(part)]
 
 
 def rebuilt(x: Any, tensors: Iterator[Tensor]) -> Any:
-    """``x`` with other tensors, in the order of :func:`leaves`."""
+    """Copy of ``x`` with other tensors, in the order of :func:`leaves`."""
     if isinstance(x, Tensor):
         return next(tensors)
     parts = [rebuilt(part, tensors) for part in _parts(x)]
@@ -29,7 +31,7 @@ def _parts(x: Any) -> Iterable:
 
 
 def each(x: Any, count: int) -> list:
-    """Tensors (count N, ...) -> ``count`` times the same with (N, ...)."""
+    """Split ``x`` with tensors (count N, ...) into ``count`` copies with tensors (N, ...)."""
     if count == 1:
         return [x]
     parts = [leaf.unflatten(0, (count, -1)).unbind() for leaf in leaves(x)]
@@ -37,7 +39,7 @@ def each(x: Any, count: int) -> list:
 
 
 def joined(each: list, dim: int = 0) -> Any:
-    """The reverse; or along another dimension."""
+    """Reverse of :func:`each`: concatenate the tensors along ``dim``."""
     if len(each) == 1:
         return each[0]
     return rebuilt(each[0], (torch.cat(parts, dim) for parts in zip(*map(leaves, each), strict=True)))

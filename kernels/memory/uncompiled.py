@@ -1,6 +1,6 @@
-"""A call as a break in the graph of torch.compile, which would unroll its loop over blocks: minutes.
+"""Run a call outside the graph of torch.compile, which would spend minutes on unrolling the loop over blocks.
 
-Who wants ``chunked`` compiled says backend="chunked". (The fused kernels are one operator of the graph.)
+To compile ``chunked``, pass backend="chunked". (The fused kernels are one operator of the graph.)
 """
 
 from collections.abc import Callable

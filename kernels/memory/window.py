@@ -1,10 +1,11 @@
 """A window of tokens whose gradients each token writes, as ATLAS' Omega rule does (arXiv 2505.23735, Eq. 9).
 
-With w tokens before it, token t's gradient is u_t = sum_{i=t-w..t} g_i^(t) u_i, where g^(t) are its shares. Of the
-linear recurrence of chunked.py that changes the coefficients alone: the gates' diagonal of theta becomes a band,
-P diag(theta) -> P band(theta g), whose first w columns belong to the tokens before the block. These have keys, values
-and own gates, at which the gradient is taken again with the weights of today's chunk (borders truncate and refresh), or
-the factors X, G of the gradient that they had (carry).
+With a window of w earlier tokens, token t's gradient is u_t = sum_{i=t-w..t} g_i^(t) u_i, where g^(t) are its shares.
+In the linear recurrence of chunked.py this changes only the coefficients: the diagonal matrix of theta becomes a band
+matrix, P diag(theta) -> P band(theta g). Its first w columns belong to the tokens before the block. The record of these
+tokens depends on the border. With truncate and refresh it holds keys, values and own gates, and the gradient is
+computed again at the weights of the current chunk. With carry it holds the factors X, G of the gradient in the token's
+own chunk.
 """
 
 import torch
@@ -30,7 +31,10 @@ def no_tokens(rule: Rule, network: NetworkShape, like: Tensor) -> Recent:
 
 
 def followed(recent: Recent, new: list[Tensor], valid: Tensor | None) -> Recent:
-    """The newest w tokens after c more, new (N, c, .) each, of which ``valid`` (N, c) are tokens; None: all."""
+    """Record of the newest w tokens after c more.
+
+    new: (N, c, .) each. valid: (N, c), whether a place holds a token; None: all do.
+    """
     w, c = recent[0].shape[1], new[0].shape[1]
     there = new[0].new_ones(*new[0].shape[:2], 1) if valid is None else valid.unsqueeze(-1).to(new[0].dtype)
     joined = (torch.cat([old, x], 1) for old, x in zip(recent, (there, *new), strict=True))
@@ -41,8 +45,10 @@ def followed(recent: Recent, new: list[Tensor], valid: Tensor | None) -> Recent:
 
 
 def band(shares: Tensor, there: Tensor) -> Tensor:
-    """shares (N, c, w + 1), the token's own first; there (N, w, 1) -> (N, c, w + c): what of each gradient, those of
-    the w tokens before the block first, is in each token's."""
+    """Share of each gradient in each token's sum, (N, c, w + c). The columns begin with the w tokens before the block.
+
+    shares: (N, c, w + 1), the token's own first. there: (N, w, 1), whether the tokens before the block exist.
+    """
     c, w = shares.shape[-2], shares.shape[-1] - 1
     rows = F.pad(shares.flip(-1), (0, c)).flatten(-2)[..., : c * (w + c)]  # each row one place further right
     found = rows.unflatten(-1, (c, w + c))
@@ -50,10 +56,10 @@ def band(shares: Tensor, there: Tensor) -> Tensor:
 
 
 class Wide:
-    """Blocks that are cut alike in every row, with the keys of the w tokens before each of them.
+    """Blocks that are cut alike in every row, with the keys of the w tokens before each block.
 
     recent: :data:`Recent` before the first token, (B, H, w, .) each. tokens: k, v and own gates, (B, T, H, .) each.
-    gone: whether, per block, nothing before it is in its window.
+    gone: per block, whether its window excludes all tokens before it.
     """
 
     def __init__(self, recent: Recent, tokens: list[Tensor], blocks: Blocks, gone: list[bool]):
@@ -66,10 +72,10 @@ class Wide:
         self.first = torch.where(torch.tensor(gone), starts, -self.w).cummax(0).values.to(there.device)
 
     def of(self, layout: Layout) -> tuple[list[Tensor], Tensor]:
-        """k, v and own gates of a run's n blocks, (n, N, w + c, .) each, and whether the first w are there,
+        """k, v and own gates of a run's n blocks, (n, N, w + c, .) each, and whether the first w tokens exist,
         (n, N, w, 1)."""
         tokens = layout.tokens
-        part = slice(tokens.start, tokens.stop + self.w)  # the token t stands at w + t
+        part = slice(tokens.start, tokens.stop + self.w)  # token t is at index w + t
         c = (tokens.stop - tokens.start) // layout.count
 
         def fold(x: Tensor) -> Tensor:

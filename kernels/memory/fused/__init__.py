@@ -1,11 +1,11 @@
 """The memory in Triton kernels, for a GPU (or, slowly, for Triton's interpreter on a CPU).
 
-coefficients.py   what the gates say about each block of tokens: parallel over blocks
+coefficients.py   coefficients of each block of tokens, from the gates: parallel over blocks
 scan.py           the state from block to block: serial, keys and values only
 read.py           outputs: parallel over blocks
 step.py           decoding, token by token
 operators.py      the kernels as differentiable operators; states kept for the backward pass
-configurations.py what is served, and with which launch parameters
+configurations.py served shapes and launch parameters
 """
 
 import torch
@@ -20,10 +20,10 @@ __all__ = ["fused_memory", "unsupported"]
 
 
 def fused_memory(call: MemoryCall) -> tuple[Tensor, MemoryState]:
-    """Outputs (B, T, H, D) in q's dtype, and the state after them. Memory: operators.Call.
+    """Outputs (B, T, H, D) in q's dtype, and the state after them. For memory use see operators.Call.
 
     Host and device do not wait for each other, except for a ``reset`` on the GPU without ``max_resets``: its
-    documents are counted first, because their number decides how much is allocated. The state's offset comes to the GPU
+    documents are counted first, because their number decides how much is allocated. The state's offset moves to the GPU
     and stays there.
     """
     network, reset, chunk_size, initial_state = call.network, call.reset, call.chunk_size, call.state
@@ -47,7 +47,7 @@ def fused_memory(call: MemoryCall) -> tuple[Tensor, MemoryState]:
     after = _offset_after(before, reset, length, chunk_size)
 
     tensors = [q, k, v, *gates, begin, affine, state]
-    form = network.residual, network.activation, to_start  # the rest of the network is the tensors'
+    form = network.residual, network.activation, to_start  # tensor shapes give the rest of the network
     keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
     if not keep and reset is None and length <= STEP_TOKENS:
         out, state = memory_step(q, k, v, *gates, begin, affine, state, before, chunk_size, *form)
@@ -69,7 +69,7 @@ def fused_memory(call: MemoryCall) -> tuple[Tensor, MemoryState]:
 
 
 def _offset_after(offset: Tensor, reset: Tensor | None, length: int, chunk: int) -> Tensor:
-    """(B,): tokens read of the current chunk after ``length`` more."""
+    """Tokens already read of the current chunk after ``length`` more tokens, (B,)."""
     position = offset + length
     if reset is not None:
         place = torch.arange(length, device=offset.device)

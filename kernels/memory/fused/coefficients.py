@@ -1,12 +1,12 @@
-"""Coefficients of every block, computed from the gates, and their backward pass. One program a block, row and gate.
+"""Coefficients of every block, computed from the gates, and their backward pass. One program per block, row and gate.
 
 With a = 1 - alpha, over the block's tokens (kernels.memory.chunked has the meaning):
 
     D[t, j] = prod_{j<l<=t} a_l     E[t, i] = prod_{i<l<=t} eta_l     P = D E
     A_t = prod_{l<=t} a_l           m_t = prod_{l<=t} eta_l           B = D m
 
-as cumulative products, never quotients or logarithms: gates of exactly 0 and 1 are ordinary. The last row is the
-block's end: places behind its last token repeat it (a = eta = 1, and nothing is written there).
+All are cumulative products, never quotients or logarithms: gates may be exactly 0 or 1. The last row is the block's
+end: places after the last token repeat it (a = eta = 1, and nothing is written there).
 """
 
 import triton
@@ -17,7 +17,7 @@ from titans_pt.kernels.memory.fused.functions import E_END, FIELDS, LENGTH, P_EN
 
 @triton.jit
 def _decay(gate, shift, BLOCK: tl.constexpr):
-    """gate (BLOCK,) -> prod_{i<l<=t} gate_l at [t, i], i <= t. With shift = 1, gate_t standing at t + 1: [t - 1, i]."""
+    """gate (BLOCK,) -> prod_{i<l<=t} gate_l at [t, i], i <= t. With shift = 1 and gate_t at index t + 1: [t - 1, i]."""
     t = tl.arange(0, BLOCK)[:, None] - shift
     i = tl.arange(0, BLOCK)[None, :]
     return tl.where(i <= t, tl.cumprod(tl.where(i < t, gate[:, None], 1.0), 0), 0.0)
@@ -73,7 +73,8 @@ def coefficients_backward(
     """d_mix (B H, K, LAYERS, c, c), the gradient of P theta; d_vectors (B H, K, LAYERS, VECTORS, c), rows A, B, P_END
     and E_END; d_ends (B H, K, LAYERS, 3), of the last A, B and m -> d_theta, d_eta, d_alpha (B, T, H, GATES).
 
-    A recurrence x_t = a_t x_{t-1} + u_t has the gradient D^T dx of u, and its rows times x_{t-1} are the one of a_t.
+    For a recurrence x_t = a_t x_{t-1} + u_t the gradient of u is D^T dx; row t of it times x_{t-1} gives the gradient
+    of a_t.
     """
     row, i, gate = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     batch, head = row // H, row % H
@@ -119,7 +120,7 @@ def coefficients_backward(
     d_e = tl.where(valid[:, None], to_p, 0.0) + tl.where(end[:, None], (d_e_end * step)[None, :], 0.0)
     to_e = tl.dot(tl.trans(decay_s), d_e, input_precision="tf32x3")
     to_m = tl.sum(decay_s * (tl.where(valid, to_b, 0.0) + d_m)[:, None], 0)
-    # The rows before: at the block's first token P, E, B are 0, and A, m are 1.
+    # The previous rows: before the block's first token P, E, B are 0, and A, m are 1.
     p = tl.load(P + square - BLOCK, mask=square >= BLOCK, other=0.0)
     a = tl.load(own + A * BLOCK - 1, mask=c > 0, other=1.0)
     b = tl.load(own + B * BLOCK - 1, mask=c > 0, other=0.0)

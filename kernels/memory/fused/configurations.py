@@ -9,19 +9,19 @@ from titans_pt.kernels.memory.network import NetworkShape
 
 WIDTHS, EXPANSIONS, DTYPES = (32, 64, 128), (1, 2, 4), (torch.float32, torch.float16, torch.bfloat16)
 MAX_BLOCK, TILE = 64, 16
-"""Tokens of a compute block, whether its chunks are longer or shorter; rows that matrix products want at least."""
+"""Tokens of a compute block, for longer and shorter chunks; least rows of a matrix product."""
 
 UNSOUND = unsound()
 """Reason why no kernel would be right on this machine's GPU; None with a sound assembler, which Triton then uses.
-Known before the first call: torch.compile could not trace how it is found."""
+Determined before the first call, because torch.compile cannot trace the search."""
 
 STEP_TOKENS = 8
-"""Calls without a gradient and at most this long go token by token (step.py): then no block is worth its set-up."""
+"""Longest call without a gradient that runs token by token (step.py): a block's set-up would cost more."""
 
 
 @dataclass(frozen=True)
 class Configuration:
-    """slice: columns of the hidden layer at a time (L = 1 has one slice of D). warps: warps of a program."""
+    """Launch of a kernel. slice: hidden columns at a time (L = 1 has one slice of D). warps: warps of a program."""
 
     slice: int
     warps: int
@@ -37,9 +37,9 @@ KERNELS = {
     "scan_backward": {32: Configuration(32, 8), 64: Configuration(64, 8), 128: Configuration(32, 8)},
     "step": {32: Configuration(32, 4), 64: Configuration(32, 4), 128: Configuration(32, 8)},
 }
-"""Launch by kernel and D, for every architecture: chosen for Hopper's registers and shared memory. Reads, which have
-many programs, have 4 warps where they can: with 8 both warpgroups compute the same 64 rows of every product that
-another product follows, and a processor holds two programs of 4."""
+"""Launch by kernel and D, for every architecture, chosen for Hopper's registers and shared memory. Reads have many
+programs and use 4 warps where possible. With 8 warps, both warpgroups compute the same 64 rows of every product that
+another product follows; with 4, a processor holds two programs."""
 
 SHARED = 227 * 1024
 """Bytes of shared memory that one program may have on Hopper."""
@@ -50,10 +50,10 @@ NEEDED = {
     (4, 1): {32: 49_152, 64: 65_536, 128: 196_608},
     (4, 2): {32: 196_608, 64: 376_832, 128: 737_280},
 }
-"""Bytes of shared memory of the largest program on Hopper, by (bytes of an operand, L) and D: scan_backward's, but at
-L = 1 and D = 32 that of the coefficients (fp16, bf16) or read_backward (fp32). fp32 operands are three numbers each
-there. Narrower slices of the hidden layer save little: the large tiles are those of D x D and of block x D.
-The slow tests compile every shape and hold this table to them."""
+"""Bytes of shared memory of the largest program on Hopper, by (bytes of an operand, L) and D: scan_backward, but at
+L = 1 and D = 32 the coefficients (fp16, bf16) or read_backward (fp32). Each fp32 operand is three numbers there.
+Narrower slices of the hidden layer save little: the large tiles are D x D and block x D. The slow tests compile every
+shape and check this table."""
 
 
 def block_tokens(chunk: int, length: int = MAX_BLOCK) -> int:
@@ -64,23 +64,22 @@ def block_tokens(chunk: int, length: int = MAX_BLOCK) -> int:
 
 
 def chunk_tokens(chunk: int, block: int) -> dict[str, int]:
-    """STEP, tokens of a chunk inside a block; SUB, rows of the tile that it is worked on in."""
+    """STEP: tokens of a chunk inside a block. SUB: rows of the tile that holds these tokens."""
     return {"STEP": min(chunk, block), "SUB": max(TILE, min(chunk, block))}
 
 
 def precision(dtype: torch.dtype) -> str:
-    """Precision of fp32 products: each operand is a sum of tensor cores' 10-bit numbers, which keeps fp32's
-    accuracy."""
+    """Precision of fp32 products. tf32x3: each operand is a sum of tensor cores' 10-bit numbers, accurate as fp32."""
     return "tf32x3" if dtype == torch.float32 else "tf32"
 
 
 def scale(dtype: torch.dtype, chunk: int) -> float:
-    """Factor of operands that hold a step: see functions.product."""
+    """Factor of operands that contain a step, see functions.product."""
     return float(1 << (chunk - 1).bit_length()) if dtype == torch.float16 else 1.0
 
 
 def unsupported(dtype: torch.dtype, network: NetworkShape, chunk: int, shared: int = SHARED) -> str | None:
-    """Reason why the kernels cannot serve queries of ``dtype`` with such a memory, or None.
+    """Reason why the kernels cannot serve queries of ``dtype`` with this memory, or None.
 
     shared: bytes of shared memory that the GPU lets a program have.
     """

@@ -1,15 +1,16 @@
-"""The key side of a block that holds several chunks, forward and backward: parts of scan.scan and scan.scan_backward,
-and chunk_gradients, a kernel with a program for each block, for gradients that no other chunk waits for.
+"""The key side of a block that holds several chunks, forward and backward: parts of scan.scan and scan.scan_backward.
+chunk_gradients is a kernel with one program per block, for gradients that no other chunk waits for.
 
-The keys of a later chunk meet weights that nobody stores, F = A W + B S - X^T (m G): W and S at the block's start, X
-and G of the block's earlier tokens, m the row of P theta of the token before the chunk (kernels.memory.dual.Deferred).
-The fp32 state is then read and written once a block, whatever the chunk; every chunk reads the copies of W and S in the
-operands' dtype, which the queries also need. The first chunk meets the weights that the block was given: those at its
-start, or, in the rest of a chunk that began before, which is a block of its own, those of that chunk.
+The keys of a later chunk use weights that are never stored, F = A W + B S - X^T (m G). W and S are those at the block's
+start, X and G belong to the block's earlier tokens, and m is the row of P theta of the token before the chunk
+(kernels.memory.dual.Deferred). The fp32 state is then read and written once per block, however short the chunks are.
+Every chunk reads the copies of W and S in the operands' dtype, which the queries also need. The first chunk uses the
+weights that the block was given. These are the weights at the block's start, or, if the block is the rest of a chunk
+that began before, the weights at that chunk's start.
 
-A chunk of STEP tokens is a tile of SUB rows, STEP and at least 16: matrix products want as many. One program has few
-products at a time, and a chunk's time is spent waiting for them and for loads: therefore it has few of each, and a step
-begins with all of its loads.
+A chunk of STEP tokens is a tile of SUB rows, STEP but at least 16, because matrix products need 16 rows. One program
+has few products at a time, and a chunk's time is spent waiting for products and loads. A chunk therefore has few of
+both, and a step begins with all of its loads.
 """
 
 import triton
@@ -42,11 +43,11 @@ from titans_pt.kernels.memory.fused.functions import (
 )  # fmt: skip
 
 OF_KEYS, OF_ACTIVE, OF_ERRORS, MIXES = (tl.constexpr(n) for n in range(4))
-"""Matrices of mixes, by the tensor whose rows of two tokens are multiplied; their number."""
+"""Indices of the matrices in mixes, by the tensor whose rows of two tokens are multiplied, and their number."""
 
 OF_PULLED, OF_OUTPUT, TURNED = (tl.constexpr(n) for n in range(3))
-"""Matrices of turned, by the gradient of the later token: that of the pulled error, multiplied by X of the earlier
-token, and that of the outer matrix' output, multiplied by G; their number."""
+"""Indices of the matrices in turned, by the later token's gradient, and their number. OF_PULLED: gradient of the pulled
+error, multiplied by the earlier token's X. OF_OUTPUT: gradient of the outer matrix' output, multiplied by its G."""
 
 
 @triton.jit
@@ -58,7 +59,7 @@ def _tokens(pointer, token, H, own, mask, D: tl.constexpr):
 
 @triton.jit
 def _frozen(P, vectors, at, r, STEP: tl.constexpr, BLOCK: tl.constexpr, SCALE: tl.constexpr):
-    """A, B and SCALE times m, (1, BLOCK), of the weights that chunk r meets: 1, 0 and 0 of the block's first chunk."""
+    """A, B and SCALE times m, (1, BLOCK), of the weights that chunk r uses: 1, 0 and 0 for the block's first chunk."""
     c = tl.arange(0, BLOCK)
     row = r * STEP - 1
     later, own = r > 0, vectors + at * VECTORS * BLOCK
@@ -71,7 +72,7 @@ def _frozen(P, vectors, at, r, STEP: tl.constexpr, BLOCK: tl.constexpr, SCALE: t
 
 @triton.jit
 def _turned(matrix, own, inside, later, BLOCK: tl.constexpr):
-    """Columns ``own`` of a block's matrix (later, earlier token), transposed: (SUB, BLOCK), zeros but for ``later``."""
+    """Columns ``own`` of a block's matrix (later, earlier token), transposed: (SUB, BLOCK), zeros outside ``later``."""
     places = own[:, None] + tl.arange(0, BLOCK)[None, :] * BLOCK
     return tl.load(matrix + places, mask=inside[:, None] & later[None, :], other=0.0)
 
@@ -84,9 +85,11 @@ def chunks(
     GATES: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr, TO_START: tl.constexpr, ACTIVATION: tl.constexpr,
     PRECISION: tl.constexpr, SCALE: tl.constexpr, STEP: tl.constexpr, SUB: tl.constexpr,
 ):  # fmt: skip
-    """hidden, pulled, active, bent, output and error of a block's tokens, chunk by chunk; see scan.scan. weights,
-    momenta: sets of the block. mixes (B H, K, MIXES, c, c): SCALE times m, by keys, by X and by G of two tokens, rows
-    the later one's; in columns of no earlier chunk zeros."""
+    """Compute hidden, pulled, active, bent, output and error of a block's tokens, chunk by chunk; see scan.scan.
+
+    weights, momenta: sets of the block. mixes (B H, K, MIXES, c, c): SCALE times m times the products of two tokens'
+    keys, X and G. Rows are the later token's; columns outside earlier chunks are zero.
+    """
     OPERAND: tl.constexpr = k.dtype.element_ty
     c, d, sub = tl.arange(0, BLOCK), tl.arange(0, D), tl.arange(0, SUB)
     hidden, pulled = hidden + at * BLOCK * HIDDEN, pulled + at * BLOCK * HIDDEN
@@ -134,7 +137,7 @@ def chunks(
         tl.store(output + own_width, f, mask=rows)
         tl.store(error + own_width, g, mask=rows)
         tl.store(square + OF_ACTIVE * BLOCK * BLOCK, mixed2, mask=rows)
-        # What one loop stores, others of the program's threads load in the next.
+        # Other threads of the program load in the next loop what this one stores.
         tl.debug_barrier()
         if LAYERS == 2:
             mixed = (tl.dot(g, tl.trans(errors), input_precision=PRECISION) * m2).to(OPERAND)
@@ -161,12 +164,13 @@ def chunks_backward(
     GATES: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr, TO_START: tl.constexpr, ACTIVATION: tl.constexpr,
     PRECISION: tl.constexpr, SCALE: tl.constexpr, STEP: tl.constexpr, SUB: tl.constexpr,
 ):  # fmt: skip
-    """The way back through :func:`chunks`, last chunk first: each collects what later ones do to its G, X, G of the
-    inner matrix. In d_error, d_input and d_hidden (LAYERS = 2) is what the block's queries and its writes do to them.
+    """Backward pass of :func:`chunks`, last chunk first: each collects later chunks' gradients of its G, X and inner G.
 
-    Out: d_v; in place of what they held, d_error: gradient of the outer matrix' output; hidden, pulled (LAYERS = 2):
-    of the activation's input and of the pulled error. With RESIDUAL d_key gets its part. turned (B H, K, TURNED, c, c)
-    is between chunks of the block alone. What else depends on these: :func:`chunk_gradients`.
+    On entry d_error, d_input and d_hidden (LAYERS = 2) hold the gradients of G, X and inner G from the block's queries
+    and writes. Out: d_v. Overwritten: d_error, by the gradient of the outer matrix' output; hidden and pulled
+    (LAYERS = 2), by the gradients of the activation's input and of the pulled error. With RESIDUAL d_key gets its part.
+    turned (B H, K, TURNED, c, c) is only used between chunks of the block. :func:`chunk_gradients` computes the
+    remaining gradients.
     """
     OPERAND: tl.constexpr = k.dtype.element_ty
     c, d, sub = tl.arange(0, BLOCK), tl.arange(0, D), tl.arange(0, SUB)
@@ -186,7 +190,7 @@ def chunks_backward(
         width, own_width = width_places(BLOCK, D), own[:, None] * D + d[None, :]
         square = turned + (own[:, None] * BLOCK + c[None, :])
         a2, b2, m2 = _frozen(P, vectors, upper, r, STEP, BLOCK, SCALE)
-        m2 *= 1 / SCALE  # for gradients, whose size is the loss's
+        m2 *= 1 / SCALE  # for gradients, which have the loss's scale
         errors = tl.load(error + width)
         df_later = tl.load(d_error + width, mask=later[:, None], other=0.0).to(OPERAND)
         dg = tl.load(d_error + own_width, mask=rows, other=0.0)
@@ -221,7 +225,7 @@ def chunks_backward(
                 by_pull = tl.dot(d_pull, tl.trans(x), by_pull, input_precision=PRECISION)
             mixed = (by_pull * m2).to(OPERAND)
             tl.store(square + OF_PULLED * BLOCK * BLOCK, mixed, mask=rows)
-            # mixed is zero but for earlier tokens, by_pulled but for later ones: their sum needs one product, not two.
+            # mixed is zero except for earlier tokens, by_pulled except for later ones: their sum needs one product.
             dg -= tl.dot(mixed + by_pulled, errors, input_precision=PRECISION)
         dg -= product(by_active, df_later, SCALE, PRECISION)
         df, dy, d_gain, d_shift = bend_error(dg, f, key, value, norm, head, H, D, NORM, RESIDUAL)
@@ -285,9 +289,11 @@ def chunk_gradients(
     GATES: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr, TO_START: tl.constexpr, ACTIVATION: tl.constexpr,
     PRECISION: tl.constexpr, SCALE: tl.constexpr, STEP: tl.constexpr, SUB: tl.constexpr,
 ):  # fmt: skip
-    """Gradients that follow from those of :func:`chunks_backward`: of the keys, d_k (B, T, H, D), complete; of the
-    coefficients of the weights that chunks meet, added to d_mix and to d_vectors rows A and B of the token before each.
-    d_z, d_pulled: its hidden and pulled. One program a block and row.
+    """Gradients that follow from the results of :func:`chunks_backward`. One program per block and row.
+
+    d_k (B, T, H, D): gradient of the keys, complete. Gradients of the coefficients of the chunks' weights are added to
+    d_mix and to rows A and B of d_vectors, at the token before each chunk. d_z, d_pulled: hidden and pulled of
+    chunks_backward.
     """
     row, i = tl.program_id(0).to(tl.int64), tl.program_id(1)
     batch, head = row // H, row % H
@@ -386,8 +392,8 @@ def chunk_gradients(
 
 @triton.jit
 def start_weights(vectors, at, begins, row: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr):
-    """(BLOCK, 1): how much of W (row A) or S (row B) at the block's start is in the weights that each token's key
-    meets; of a chunk that began before the block, nothing."""
+    """Share of W (row A) or S (row B) at the block's start in the weights that each token's key uses, (BLOCK, 1); zero
+    in a chunk that began before the block."""
     c = tl.arange(0, BLOCK)
     first = (c // STEP) * STEP
     found = tl.load(vectors + (at * VECTORS + row) * BLOCK + first - 1, mask=first > 0, other=0.0)

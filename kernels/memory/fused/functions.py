@@ -1,6 +1,6 @@
 """Tiles of tokens, the activations and the LayerNorm with their derivatives: the functions that all kernels share.
 
-A place in a tensor is a 64-bit scalar, added to the pointer first, and a 32-bit tile: 64-bit tiles cost registers.
+A place in a tensor is a 64-bit scalar, added to the pointer first, plus a 32-bit tile: 64-bit tiles cost registers.
 Tiles are (c, D) or (c, hidden slice); arithmetic is fp32. kernels.memory.mlp states the same functions in PyTorch.
 """
 
@@ -27,11 +27,12 @@ COMPILED = tl.constexpr(os.environ.get("TRITON_INTERPRET") != "1")
 
 @triton.jit
 def once(x):
-    """x, at this place: Triton moves no computation, no exchange between threads and no load past it.
+    """x, as a barrier: Triton moves no computation, no exchange between threads and no load past it.
 
-    It likes to move what makes an operand of a product behind the exchange that the product asks for, where several
-    threads hold each number: they would all evaluate the activation. And it puts an operand's exchange directly behind
-    its load: of several loads, each would be waited for before the next begins. This behind the last lets all begin.
+    Without it, Triton tends to compute an operand after the exchange that the operand's product needs. There several
+    threads hold each number, and all of them would evaluate the activation. Triton also puts an operand's exchange
+    directly after its load: each of several loads would be waited for before the next begins. Calls of this function
+    after the last load let all loads begin.
     """
     if COMPILED:
         if x.dtype == tl.float32:
@@ -63,7 +64,7 @@ def vector(pointer, at, row, BLOCK: tl.constexpr):
 
 @triton.jit
 def where_all(flag, places):
-    """A mask like ``places``, which are not negative: a scalar ``flag`` everywhere."""
+    """Mask in the shape of ``places`` (not negative) that is the scalar ``flag`` everywhere."""
     return places < tl.where(flag, 1 << 30, 0)
 
 
@@ -72,7 +73,7 @@ def _normal(z):
     """Density and distribution function of the standard normal, both from one exponential.
 
     Abramowitz and Stegun, Handbook of Mathematical Functions, 7.1.26: within 1e-7. erf's own code takes several times
-    the registers, and GELU, its slope and its curvature are all that the kernels' elementwise work consists of.
+    the registers, and the kernels' elementwise work consists only of GELU, its slope and its curvature.
     """
     density = tl.exp(-0.5 * z * z)
     t = 1 / (1 + (0.3275911 * SQRT_HALF) * tl.abs(z))
@@ -142,8 +143,8 @@ def met(weights, momenta, base, places, a, b, TO_START: tl.constexpr):
 
 @triton.jit
 def product(left, right, SCALE: tl.constexpr, PRECISION: tl.constexpr):
-    """left @ right / SCALE. A step is some 2 / C at most (stability): what it multiplies may fall below fp16's range.
-    Such operands are given SCALE times as large, a power of two (1 but for fp16)."""
+    """left @ right / SCALE. For stability a step is at most about 2 / C, and numbers times a step may fall below fp16's
+    range. Operands that contain a step are therefore SCALE times as large, a power of two (1 except for fp16)."""
     found = tl.dot(left, right, input_precision=PRECISION)
     if SCALE != 1:
         found = found / SCALE
@@ -211,9 +212,9 @@ def inner_error(f, key, value, norm, head, H, D: tl.constexpr, NORM: tl.constexp
 
 @triton.jit
 def accumulate(sums, gain, shift, D: tl.constexpr):
-    """Adds gain and shift (D,) to sums (2, D) in memory, which the program alone uses: in registers they would cost a
-    tile's worth. Several threads hold each number: all have read it before one stores it, and what was stored before is
-    there when they read."""
+    """Add gain and shift (D,) to sums (2, D) in memory, which only this program uses; in registers they would cost as
+    much as a tile. Several threads hold each number. The barriers make earlier stores visible to every read, and let
+    all threads read before one stores."""
     d = tl.arange(0, D)
     tl.debug_barrier()
     gain += tl.load(sums + d)
@@ -235,8 +236,8 @@ def _operand(pointer, places, BACK: tl.constexpr):
 @triton.jit
 def through(z, weights, momenta, base, places, a, b, total, TO_START: tl.constexpr, PRECISION: tl.constexpr,
             BACK: tl.constexpr = False):  # fmt: skip
-    """total + A (z W) + B (z S), the weights of a block's start on a tile; with TO_START + z M_0. BACK: W^T, S^T and
-    M_0^T in their place."""
+    """total + A (z W) + B (z S), with a tile of the weights at a block's start; with TO_START also + z M_0. BACK: with
+    W^T, S^T and M_0^T."""
     if TO_START:
         total = tl.dot(z, _operand(base, places, BACK), total, input_precision=PRECISION)
     total = tl.dot((a * z).to(z.dtype), _operand(weights, places, BACK), total, input_precision=PRECISION)
@@ -245,8 +246,11 @@ def through(z, weights, momenta, base, places, a, b, total, TO_START: tl.constex
 
 @triton.jit
 def bend_error(dg, f, key, value, norm, head, H, D: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr):
-    """The way back through :func:`inner_error`, LayerNorm's second derivative included: the gradient dg of the inner
-    error -> those of f and of M(k) (the value's is its negative), and of the norm's gain and shift (D,)."""
+    """Backward pass of :func:`inner_error`, LayerNorm's second derivative included.
+
+    dg, the gradient of the inner error -> the gradients of f, of M(k) (its negative is the value's), and of the norm's
+    gain and shift (D,).
+    """
     if NORM:
         d = tl.arange(0, D)
         gain = tl.load(norm + head * D + d)[None, :]
@@ -255,7 +259,7 @@ def bend_error(dg, f, key, value, norm, head, H, D: tl.constexpr, NORM: tl.const
         if RESIDUAL:
             y += key
         e = 2 * (y - value)
-        # Few tiles at a time: what the formulas have in means over a row is worked out as numbers of that row.
+        # To hold few tiles at a time, means over a row are computed as one number per row.
         dg_mean, dg_along, dg_e = mean(dg, D), mean(dg * normalised, D), mean(dg * (e * gain), D)
         e_mean, e_along = mean(e * gain, D), mean(e * gain * normalised, D)
         d_upstream = scale * (dg - dg_mean - normalised * dg_along)

@@ -5,21 +5,23 @@ from torch import Tensor
 
 
 def count(length: int, chunk: int, block: int, offset: bool, resets: int) -> int:
-    """The most blocks that a row of ``length`` tokens can have; offset: whether rows may begin inside a chunk."""
-    if block > chunk:  # what an end or a beginning leaves of a chunk is a block of its own
+    """Largest number of blocks in a row of ``length`` tokens. offset: whether rows may begin inside a chunk."""
+    if block > chunk:  # a partial chunk at an end or a beginning is a separate block
         return resets + -(-length // block) + offset + (offset or resets > 0 or length % chunk > 0)
     return resets + ((length + block - 2) // block + 1 if offset else -(-length // block))
 
 
 def table(length: int, chunk: int, block: int, blocks: int, offset: Tensor, reset: Tensor | None) -> Tensor:
-    """(B, blocks, 5) int32: start, tokens, number of the block at which the chunk began (-1: before), new document,
-    blocks of the row that have tokens, from this one on.
+    """Table of blocks, (B, blocks, 5) int32.
 
-    offset: (B,), tokens already read of the current chunk. reset: bool (B, T) or None. Blocks lie on a grid of
-    ``block`` tokens that starts with the chunk, one of the two dividing the other. A block of several chunks has them
-    whole, but for a document's last. The rest of a chunk at the row's beginning is a block of its own; the part that
-    the row's end cuts off is another, because the next call must know the weights there. Rows with fewer end in empty
-    blocks.
+    Columns: start, number of tokens, index of the block at which the chunk began (-1: before this call), whether a
+    document begins, number of blocks with tokens in the row from this one on.
+    offset: (B,), tokens already read of the current chunk. reset: bool (B, T) or None.
+
+    Blocks lie on a grid of ``block`` tokens that starts with the chunk; one of the two lengths divides the other. A
+    block of several chunks holds whole chunks, except a document's last one. The rest of a chunk at the row's beginning
+    is a separate block. The part of a chunk that the row's end cuts off is another one, because the next call must know
+    the weights there. Rows with fewer blocks end in empty blocks.
     """
     t = torch.arange(length, device=offset.device)
     position = t + offset[:, None]
@@ -36,7 +38,8 @@ def table(length: int, chunk: int, block: int, blocks: int, offset: Tensor, rese
         begins = position % block == 0
     begins[:, 0] = True
     index = torch.where(begins, begins.cumsum(1) - 1, blocks)
-    # In one dimension: along one of two, a deterministic scatter copies from the host, which no CUDA graph can hold.
+    # One-dimensional: along one of two dimensions a deterministic scatter copies from the host, which no CUDA graph can
+    # hold.
     row = (blocks + 1) * torch.arange(len(offset), device=t.device)[:, None]
     start = t.new_full((row.numel() * (blocks + 1),), length)
     start = start.scatter_(0, (row + index).flatten(), t.repeat(row.numel())).view(-1, blocks + 1)

@@ -1,8 +1,9 @@
 """The kernels as PyTorch operators: opaque to torch.compile, with fake implementations, and differentiable.
 
 Rows are (batch, head). A set of weights is packed, (..., L, D hidden): see scan.py. A state is (3, B, H, L, D hidden),
-fp32: weights, momentum, weights at the chunk's start. With to_start its weights are differences to ``begin``, M_0 (but
-in memory_step): forgotten to zero, they are forgotten to M_0. Nothing here reads a tensor on the host.
+fp32: weights, momentum, weights at the chunk's start. With to_start its weights are differences to ``begin``, M_0
+(except in memory_step): a difference forgotten to zero is a weight forgotten to M_0. Nothing here reads a tensor on the
+host.
 """
 
 import math
@@ -23,25 +24,25 @@ NAMESPACE = namespace(__name__, __file__)
 
 SCRATCH_BYTES = 2 << 30
 """Most bytes of scratch memory for the blocks between two kept states, unless save_every says otherwise. All layers
-share it. What each layer keeps falls as it grows, and rises with the square of the rows: at 8 rows of 4,096 tokens 12
-layers of the 170M model keep 0.8 GiB, 24 of the 1.3B model 6.8."""
+share it. With more scratch memory each layer keeps less; what it keeps rises with the square of the rows. At 8 rows of
+4,096 tokens the 12 layers of the 170M model keep 0.8 GiB, the 24 layers of the 1.3B model 6.8 GiB."""
 
 
 class Call:
-    """Sizes of a call, the cut of its blocks into groups, and what the kernels are launched with.
+    """Sizes of a call, its groups of blocks, and the kernels' launch parameters.
 
-    ``every`` blocks form a group: the state before each group is kept for the backward pass; everything else of a
-    group lives in scratch memory that the next group uses again. With R = B H rows, blocks of c tokens, operands of b
-    bytes, h hidden units (h = D for L = 1), G gates of a token, the peak in bytes beyond inputs, outputs and their
-    gradients is at most
+    ``every`` blocks form a group: the state before each group is kept for the backward pass; everything else of a group
+    lives in scratch memory that the next group reuses. With R = B H rows, blocks of c tokens, operands of b bytes, h
+    hidden units (h = D for L = 1), G gates of a token, the peak in bytes beyond inputs, outputs and their gradients is
+    at most
 
         groups * R * 12 L D h                                             kept from forward to backward
       + every * R * (2 b L D h + c D (12 + 2 b) + c h (8 + 6 b) [L = 2]   scratch of the backward pass
                      + 4 c c (G + L) + 5 b c c [several chunks in a block] + 24 c (G + L) + 12 L + 8 D)
       + R * (12 + b) L D h                                                the state's gradient, frozen weights
 
-    ``every`` is as large as SCRATCH_BYTES allows, because scratch serves the layers of a model one after the other
-    while kept states stay.
+    ``every`` is as large as SCRATCH_BYTES allows: a model's layers use scratch one after the other, but kept states
+    stay.
     """
 
     def __init__(self, q, gate, network: NetworkShape, to_start: bool, offset, chunk, resets, save_every):
@@ -89,7 +90,7 @@ class Call:
         return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.shapes(True).values())
 
     def scratch(self, backward: bool) -> SimpleNamespace:
-        """Tensors for a group's blocks; one more set of weights, the frozen ones that the group begins with."""
+        """Tensors for a group's blocks, with one more set of weights: the frozen weights at the group's start."""
         every = min(self.every, self.blocks)
         return SimpleNamespace(**{
             name: torch.empty(self.rows * (every + (name == "weights")), *shape, dtype=dtype, device=self.device)
@@ -97,12 +98,12 @@ class Call:
         })  # fmt: skip
 
     def group(self, number: int) -> tuple[int, int]:
-        """First block of a group, and its blocks."""
+        """First block of a group, and its number of blocks."""
         first = number * self.every
         return first, min(self.every, self.blocks - first)
 
     def launch(self, kernel, number: int, *tensors: Tensor, parallel: bool, **constants):
-        """Launches scan's and read's kernels for a group; parallel: a program for each block, not each row."""
+        """Launch one of scan's or read's kernels for a group. parallel: one program per row and block, not per row."""
         first, blocks = self.group(number)
         width = self.constants["D"]
         chosen = KERNELS[kernel.__name__][width]
@@ -122,7 +123,7 @@ class Call:
         )  # fmt: skip
 
     def play(self, number: int, q, k, v, gates, begin, base, norm, info, state, scratch, reset: bool):
-        """Coefficients and states of a group's blocks into ``scratch``; moves ``state`` on."""
+        """Compute coefficients and states of a group's blocks into ``scratch``; moves ``state`` past the group."""
         s = scratch
         self.launch_gates(coefficients.coefficients, number, *gates, info, s.P, s.vectors)
         self.launch(
@@ -132,13 +133,13 @@ class Call:
 
 
 def _network(q: Tensor, begin: Tensor, norm: Tensor | None, residual: bool, activation: str) -> NetworkShape:
-    """An operator's arguments are tensors and plain values: what they say of the network."""
+    """Network shape from the arguments of an operator, which are tensors and plain values."""
     width, (_, layers, size) = q.shape[-1], begin.shape
     return NetworkShape(width, size // width, layers, norm is not None, residual, activation)
 
 
 def _prepare(q, theta, begin, norm, offset, reset, chunk, resets, residual, activation, to_start, save_every):
-    """The call, its table of blocks, M_0 as an operand, and norm; both as something that a kernel can be given."""
+    """The call, its table of blocks, M_0 as an operand, and norm; the last two as tensors that a kernel accepts."""
     network = _network(q, begin, norm, residual, activation)
     call = Call(q, theta, network, to_start, offset, chunk, resets, save_every)
     if offset is None:
@@ -170,9 +171,10 @@ def memory(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The memory along a sequence, all tensors contiguous and on one device.
 
-    q, k, v (B, T, H, D), one dtype; theta, eta, alpha (B, T, H, 1 or L) fp32; begin (H, L, D hidden) fp32, M_0, where a
-    reset begins again; norm (2, H, D) fp32; offset (B,) int64, None for 0; reset (B, T) bool, at most ``resets`` in a
-    row; save_every: blocks of a group, 0 for what SCRATCH_BYTES allows; keep: for a backward pass.
+    q, k, v (B, T, H, D), one dtype; theta, eta, alpha (B, T, H, 1 or L) fp32; begin (H, L, D hidden) fp32, M_0, to
+    which a reset returns; norm (2, H, D) fp32; offset (B,) int64, None for 0; reset (B, T) bool, at most ``resets`` in
+    each row; save_every: blocks of a group, 0 for as many as SCRATCH_BYTES allows; keep: whether to keep states for a
+    backward pass.
 
     Returns outputs (B, T, H, D), the state after the last token, and the kept states (groups, 3, B, H, L, D hidden).
     """
@@ -308,8 +310,8 @@ def memory_step(
     activation: str,
     to_start: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Few tokens, without a gradient; arguments and results as in :func:`memory`, but that the state's weights are
-    whole. One launch, no scratch."""
+    """Few tokens, without a gradient, in one launch and without scratch. Arguments and results as in :func:`memory`,
+    except that the state's weights are never differences to M_0."""
     batch, length, heads, width = q.shape
     layers, hidden = state.shape[3], state.shape[4] // width
     out, new_state = torch.empty_like(q), torch.empty_like(state)

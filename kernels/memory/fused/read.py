@@ -1,6 +1,6 @@
-"""The parallel part: what each block's queries read, forward and backward. One program a block and row.
+"""The parallel part: reads of each block's queries, forward and backward. One program per block and row.
 
-Everything that crosses from one block to another is in the state at the block's start, which scan.py left behind.
+A block depends on other blocks only through the state at its start, which scan.py stores.
 """
 
 import triton
@@ -46,7 +46,7 @@ def _read(
     D: tl.constexpr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, SLICE: tl.constexpr, LAYERS: tl.constexpr,
     TO_START: tl.constexpr, ACTIVATION: tl.constexpr, PRECISION: tl.constexpr, SCALE: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
-    """Output of the outer matrix for the block's queries, and the scores of its layer; keeps Z of the queries."""
+    """Output of the outer matrix for the block's queries, and its layer's scores; with KEEP stores the queries' Z."""
     OPERAND: tl.constexpr = query.dtype
     scores = tl.zeros([BLOCK, BLOCK], tl.float32)
     out = tl.zeros([BLOCK, D], tl.float32)
@@ -119,9 +119,10 @@ def read_backward(
     GATES: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr, TO_START: tl.constexpr, ACTIVATION: tl.constexpr,
     PRECISION: tl.constexpr, SCALE: tl.constexpr,
 ):  # fmt: skip
-    """The way back through :func:`read`: d_y (B, T, H, D) -> d_q complete, d_mix, d_vectors rows A and B, and, for
-    scan.scan_backward, what reaches the keys' side of the block and the state at its start (see there). query_active
-    holds Z of the queries on the way, their activations X in the end.
+    """Backward pass of :func:`read`: d_y (B, T, H, D) -> complete d_q, d_mix, and rows A and B of d_vectors.
+
+    For scan.scan_backward it also stores the gradients of the block's keys and of the state at its start (see there).
+    query_active first holds Z of the queries, in the end their activations X.
     """
     row, i = tl.program_id(0).to(tl.int64), tl.program_id(1)
     batch, head = row // H, row % H
@@ -160,13 +161,13 @@ def read_backward(
         dz = unit_vjp(dy * tl.load(norm + head * D + d)[None, :], normalised, scale, D)
     dz = dz.to(OPERAND)
     tl.store(d_out + narrow + width, dz)
-    mix2 = _mix(P, vectors, upper, BLOCK, SCALE)  # again: it would be kept through the whole of _read
+    mix2 = _mix(P, vectors, upper, BLOCK, SCALE)  # again: else it would be held throughout _read
     mixed2 = (scores2 * mix2).to(OPERAND)
     tl.store(d_error + narrow + width, -product(tl.trans(mixed2), dz, SCALE, PRECISION))
     d_mixed2 = -tl.dot(dz, tl.trans(tl.load(error + narrow + width)), input_precision=PRECISION)
     square = c[:, None] * BLOCK + c[None, :]
     tl.store(d_mix + (at * LAYERS + LAYERS - 1) * BLOCK * BLOCK + square, d_mixed2 * scores2)
-    d_scores2 = (d_mixed2 * (mix2 * (1 / SCALE))).to(OPERAND)  # gradients' size is the loss's: they stay as they are
+    d_scores2 = (d_mixed2 * (mix2 * (1 / SCALE))).to(OPERAND)  # gradients have the loss's scale: no SCALE
     tl.debug_barrier()
 
     da2 = tl.zeros([BLOCK], tl.float32)
@@ -216,7 +217,7 @@ def read_backward(
         tl.store(d_mix + at * LAYERS * BLOCK * BLOCK + square, d_mixed1 * scores1)
         d_scores1 = (d_mixed1 * _mix(P, vectors, lower, BLOCK, 1)).to(OPERAND)
         dq = a1 * dq + b1 * through_s
-        if TO_START:  # in a loop of its own: one more sum beside those two would not fit into the registers
+        if TO_START:  # in a separate loop: a third sum would not fit into the registers
             tl.debug_barrier()
             for j in range(0, HIDDEN, SLICE):
                 dz1 = tl.load(d_query_hidden + wide + hidden_places(j, BLOCK, HIDDEN, SLICE))

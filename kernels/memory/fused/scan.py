@@ -1,13 +1,14 @@
-"""The serial part: each block's write to the state, forward and backward. One program a row (batch, head).
+"""The serial part: each block's write to the state, forward and backward. One program per row (batch, head).
 
-Nothing of the state stays in registers: fp32 states live in global memory, small enough for the L2 cache, and go by in
-slices of the hidden layer: one program serves every width. The queries have no part in it (read.py).
+No part of the state stays in registers. fp32 states live in global memory, small enough for the L2 cache, and are
+processed in slices of the hidden layer: one program serves every width. Queries are not involved (read.py).
 
-A set of weights is packed: inner matrix (D, hidden) if LAYERS = 2, then outer matrix (hidden, D); LAYERS = 1 is the
-outer one alone, its input being the key (hidden = slice = D). Intermediates keep the dtype of q, k, v.
+A set of weights is packed: inner matrix (D, hidden) if LAYERS = 2, then outer matrix (hidden, D). LAYERS = 1 has only
+the outer matrix, with the key as input (hidden = slice = D). Intermediates keep the dtype of q, k, v.
 
-Forgetting to M_0 (TO_START) is forgetting to zero of the difference to it: then all weights here, in states and in the
-copies for other kernels, are such differences, and ``base`` (H, packed, dtype of q) is M_0, added where they are used.
+With TO_START the memory forgets to M_0: the difference to M_0 is forgotten to zero. All weights here, in states and in
+the copies for other kernels, are then differences. ``base`` (H, packed, dtype of q) is M_0, added where weights are
+used.
 """
 
 import triton
@@ -51,7 +52,7 @@ TILE = tl.constexpr(1024)
 
 @triton.jit
 def _end(vectors, at, BLOCK: tl.constexpr):
-    """A, B and m at the end of a block: the weights of the state before it in the state behind it."""
+    """A, B and m at the end of a block: the weights of the state before it in the state after it."""
     last = vectors + at * VECTORS * BLOCK + BLOCK - 1
     return tl.load(last + A * BLOCK), tl.load(last + B * BLOCK), tl.load(last + M * BLOCK)
 
@@ -59,8 +60,8 @@ def _end(vectors, at, BLOCK: tl.constexpr):
 @triton.jit
 def _write(W, S, F, weights, momenta, begin, places, w, s, a, b, m, left, right_p, right_e, new, more, freeze,
            RESET: tl.constexpr, TO_START: tl.constexpr, PRECISION: tl.constexpr, SCALE: tl.constexpr):  # fmt: skip
-    """W <- a W + b S - left right_p, S <- m S - left right_e on a tile (w, s of W, S), right ones SCALE times as large;
-    copies for the next block, F where frozen."""
+    """Write a tile: W <- a W + b S - left right_p, S <- m S - left right_e, where w, s are the old W, S and right_p,
+    right_e are SCALE times as large. Also store copies for the next block, and F if ``freeze``."""
     w = a * w + b * s - product(left, right_p, SCALE, PRECISION)
     s = m * s - product(left, right_e, SCALE, PRECISION)
     if RESET:
@@ -87,10 +88,10 @@ def scan(
     """Blocks first .. first + K of every row. W, S, F (B H, packed), fp32: weights, momentum, weights at the chunk's
     start; in: before these blocks, out: after them.
 
-    For the other kernels, of block i: weights (B H, K + 1, packed): set 0 is the F before these blocks, set i + 1 the
-    W before block i; momenta (B H, K, packed); hidden, pulled (B H, K, c, hidden): the activation's input Z and the
-    error before its slope, active, bent: the activation X and the error G behind it (LAYERS = 2); output fp32, error
-    (B H, K, c, D): f, and the error G at it. mixes: see deferred.chunks.
+    Stored for the other kernels, for block i: weights (B H, K + 1, packed): set 0 is F before these blocks, set i + 1
+    is W before block i. momenta (B H, K, packed). With LAYERS = 2, (B H, K, c, hidden) each: hidden and pulled, the
+    activation's input Z and the error before its slope; active and bent, the activation X and the error G at its input.
+    output fp32, error (B H, K, c, D): f and the error G at f. mixes: see deferred.chunks.
     """
     row = tl.program_id(0).to(tl.int64)
     batch, head = row // H, row % H
@@ -114,10 +115,10 @@ def scan(
         tl.store(momenta + row * K * SIZE + place, s.to(OPERAND))
         tl.store(F + place, tl.where(last_chunk == first, w, f))
 
-    # Rows of fewer blocks end in empty ones, which would change nothing.
+    # Rows with fewer blocks end in empty blocks, which would change nothing.
     blocks = tl.minimum(tl.load(info + LEFT), K)
     for i in range(blocks):
-        # What one iteration stores, others of the program's threads load in the next.
+        # Other threads of the program load in the next iteration what this one stores.
         tl.debug_barrier()
         start, length = tl.load(info + i * FIELDS + START), tl.load(info + i * FIELDS + LENGTH)
         chunk = tl.load(info + i * FIELDS + CHUNK)
@@ -153,7 +154,7 @@ def scan(
                 f = tl.dot(x, outer, f, input_precision=PRECISION)
             value = tokens(v, token, H, length, D, BLOCK).to(tl.float32)
             g = inner_error(f, key.to(tl.float32), value, norm, head, H, D, NORM, RESIDUAL)
-            # A LayerNorm of zeros has an error hundreds of times as large, which fp16 does not hold when pulled back.
+            # The LayerNorm of zeros has an error hundreds of times as large, which exceeds fp16 when pulled back.
             g = tl.where(tl.arange(0, BLOCK)[:, None] < length, g, 0.0).to(OPERAND)
             tl.store(output + at * BLOCK * D + width_places(BLOCK, D), f)
             tl.store(error + at * BLOCK * D + width_places(BLOCK, D), g)
@@ -196,10 +197,12 @@ def scan(
 def _turn(dW, dS, dF, d_begin, places, a, b, m, left, right, right_a, right_b, d_frozen, of_w, of_s, carry, begins,
           initial, new, RESET: tl.constexpr, TO_START: tl.constexpr, PRECISION: tl.constexpr,
           DEFERRED: tl.constexpr):  # fmt: skip
-    """Gradients of a tile of the state behind a block -> before it. a, b, m: see _end. left: the queries' input of the
-    layer; right: the gradient of its output, right_a and right_b times A and B. d_frozen: of the weights that the
-    block's keys meet, of_w and of_s: the shares of W and S in it where those of later chunks are made of them
-    (DEFERRED)."""
+    """Gradients of a state tile after a block -> before the block.
+
+    a, b, m: see _end. left: the queries' input of the layer. right: the gradient of the layer's output for queries;
+    right_a and right_b: right times A and B. d_frozen: gradient of the weights that the block's keys use. of_w and
+    of_s: the shares of W and S in d_frozen, if later chunks' weights are made from W and S (DEFERRED).
+    """
     dw, ds = tl.load(dW + places), tl.load(dS + places)
     carried = tl.load(dF + places, mask=where_all(carry, places), other=0.0)
     if TO_START:
@@ -241,14 +244,14 @@ def scan_backward(
     GATES: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr, RESET: tl.constexpr, TO_START: tl.constexpr,
     ACTIVATION: tl.constexpr, PRECISION: tl.constexpr, SCALE: tl.constexpr, STEP: tl.constexpr, SUB: tl.constexpr,
 ):  # fmt: skip
-    """The way back through :func:`scan`. dW, dS, dF, d_begin (B H, packed), d_norm (B H, 2, D), fp32: in, of the state
-    behind these blocks; out, before them. d_input and d_hidden hold what the reads add and are used up.
+    """Backward pass of :func:`scan`. dW, dS, dF, d_begin (B H, packed), d_norm (B H, 2, D), fp32: in, gradients of the
+    state after these blocks; out, before them. d_input and d_hidden hold the reads' gradients and are overwritten.
 
-    From read.read_backward, of block i: query_active, d_query_hidden (the queries' activation and the gradient of its
+    From read.read_backward, for block i: query_active, d_query_hidden (the queries' activation and the gradient of its
     input), d_input (gradient of the keys' activations X), d_hidden (of their inner error G), (c, hidden);
     d_out (of the outer matrix' output on the query side), d_error, d_key (c, D); d_norm_read (2, D).
-    To coefficients_backward: d_vectors rows P_END and E_END, d_ends. d_v (B, T, H, D): complete; d_k too, unless a
-    block holds several chunks: then d_key, hidden and pulled go to deferred.chunk_gradients.
+    For coefficients_backward: rows P_END and E_END of d_vectors, and d_ends. d_v (B, T, H, D) is complete. d_k is
+    complete unless a block holds several chunks: then d_key, hidden and pulled go to deferred.chunk_gradients.
     """
     row = tl.program_id(0).to(tl.int64)
     batch, head = row // H, row % H
@@ -268,7 +271,7 @@ def scan_backward(
         chunk = tl.load(info + n * FIELDS + CHUNK)
         new = tl.load(info + n * FIELDS + DOCUMENT) > 0
         begins = chunk == n
-        # dF holds something for this block unless the next one belongs to another chunk.
+        # dF holds a gradient for this block unless the next block belongs to another chunk.
         carry = tl.load(info + (n + 1) * FIELDS + CHUNK, mask=n + 1 < N, other=-1) != n + 1
         frozen = weights + (row * (K + 1) + tl.maximum(chunk - first + 1, 0)) * SIZE
         at = row * K + i

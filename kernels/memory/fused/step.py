@@ -1,7 +1,7 @@
-"""Decoding: few tokens without a gradient, token by token, constant memory. One program a row (batch, head).
+"""Decoding: few tokens without a gradient, token by token, constant memory. One program per row (batch, head).
 
-The weights go by in slices of the hidden layer, each read and written once a token; products of a vector and a tile
-are sums in fp32. Packed weights: see scan.py.
+The weights are processed in slices of the hidden layer, each read and written once per token. Products of a vector and
+a tile are sums in fp32. Packed weights: see scan.py.
 """
 
 import triton
@@ -41,7 +41,7 @@ def _apply(x, weights, D: tl.constexpr, HIDDEN: tl.constexpr, SLICE: tl.constexp
 @triton.jit
 def _move(W, S, F, begin, new_W, new_S, new_F, places, keep, momentum, step, gradient, begins, ends,
           TO_START: tl.constexpr):  # fmt: skip
-    """One token's write to a tile; the chunk's first weights follow where a chunk begins or has ended."""
+    """Write one token to a tile. The chunk's first weights are updated where a chunk begins or has ended."""
     w, s = tl.load(W + places), tl.load(S + places)
     frozen = tl.where(begins, w, tl.load(F + places))
     s = momentum * s - step * gradient
@@ -62,7 +62,7 @@ def step(
     D: tl.constexpr, HIDDEN: tl.constexpr, SLICE: tl.constexpr, LAYERS: tl.constexpr, GATES: tl.constexpr,
     CHUNK: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr, TO_START: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
-    """T tokens from the state W, S, F (B H, packed) to new_W, new_S, new_F; offset (B,): tokens of the chunk read."""
+    """T tokens from the state W, S, F (B H, packed) to new_W, new_S, new_F; offset (B,): chunk tokens already read."""
     row = tl.program_id(0).to(tl.int64)
     batch, head = row // H, row % H
     base = row * LAYERS * D * HIDDEN
@@ -92,7 +92,7 @@ def step(
                 z = tl.sum(key[:, None] * tl.load(frozen + inner_places), 0)
                 x = activate(z, ACTIVATION)
                 g = tl.sum(error * tl.load(frozen + places), 1) * slope(z, ACTIVATION)
-            # Where F and W are being overwritten, all have read their tiles before anybody stores.
+            # F and W may be overwritten: all threads must read their tiles before one stores.
             tl.debug_barrier()
             if LAYERS == 2:
                 _move(W, S, F, begin, new_W, new_S, new_F, inner_places, 1 - tl.load(alpha + gates),
@@ -101,7 +101,7 @@ def step(
             upper = gates + GATES - 1
             _move(W, S, F, begin, new_W, new_S, new_F, places, 1 - tl.load(alpha + upper), tl.load(eta + upper),
                   tl.load(theta + upper), x[:, None] * error, begins, ends, TO_START)  # fmt: skip
-        # What was stored is loaded by others of the program's threads: now by the query, then by the next token.
+        # Other threads of the program load what was stored: for the query now, then for the next token.
         tl.debug_barrier()
         W, S, F = new_W, new_S, new_F
         query = tl.load(q + token * D + d).to(tl.float32)

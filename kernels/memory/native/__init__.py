@@ -1,4 +1,4 @@
-"""The dual form in C, for CPUs: one row's weights stay in a core's cache while its blocks pass (scan.c).
+"""The dual form in C, for CPUs: one row's weights stay in a core's cache while its blocks are processed (scan.c).
 
 PyTorch operators over all rows at once move every weight set through the shared caches a dozen times per block.
 """
@@ -23,8 +23,8 @@ MAX_LAYERS = 8
 ACTIVATIONS = ("gelu", "silu", "relu")
 """Activations in the order of scan.c."""
 KEEP_BYTES = 2**24
-"""Most bytes of a call's kept states. If the states before all blocks need more, one of several is kept: computing the
-others again takes less time than touching new memory."""
+"""Most bytes of a call's kept states. If the states before all blocks need more, only one of several is kept:
+recomputing the others takes less time than touching new memory."""
 
 
 LOSSES = {"squared": False, "huber": True, "coordinate": True}
@@ -83,30 +83,30 @@ def unserved(x: Tensor, network: NetworkShape, source: Path = SOURCE) -> str | N
 
 
 def thresholds(rule: Rule) -> int:
-    """Number of the rule's own gates, its first, that its loss reads."""
+    """Number of own gates, the rule's first ones, that its loss reads."""
     assert rule.compiled_loss is not None
     return int(LOSSES[rule.compiled_loss])
 
 
 def scan(plan, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """:class:`NativeScan` of tensors in any layout."""
+    """Apply :class:`NativeScan` to tensors in any layout."""
     return NativeScan.apply(plan, *(x.contiguous() for x in tensors))
 
 
 def answer(network: NetworkShape, *tensors: Tensor) -> Tensor:
-    """:class:`NativeAnswer` of tensors in any layout."""
+    """Apply :class:`NativeAnswer` to tensors in any layout."""
     return NativeAnswer.apply(network, *(x.contiguous() for x in tensors))
 
 
 class NativeScan(torch.autograd.Function):
     """apply(plan, q, k, v, *coefficients, *threshold, *erasing, *norm, *begin, *W, *S, *F) -> (out, *W, *S, *F).
 
-    All tensors contiguous. q (n, N, c, D), k and v (n, N, keys, D); with plan.whole all three (B, n c, H, D).
+    All tensors are contiguous. q (n, N, c, D), k and v (n, N, keys, D); with plan.whole all three (B, n c, H, D).
     coefficients: the fields of Coefficients for these keys, (gate_layers, n, N, ...); with plan.at_start A, B and
     mix have only their last line.
-    With plan.silent nothing is read: q has only the shape of the tokens, and out no meaning.
-    threshold: of a loss that has one, (n, N, keys, 1). erasing: of a rule that erases, theta (gate_layers, n, N, c) and
-    Decay's fields; coefficients are then those of theta = 1. The others and the results as those of
+    With plan.silent nothing is read: q only carries the tokens' shape, and out has no meaning.
+    threshold: (n, N, keys, 1), for a loss that has one. erasing: for a rule that erases, theta (gate_layers, n, N, c)
+    and Decay's fields; coefficients are then for theta = 1. Other arguments and the results are as in
     :class:`titans_pt.kernels.memory.scan.MemoryScan`, but W is always the memory's weights.
     """
 
@@ -199,14 +199,14 @@ def _answer(name: str, network: NetworkShape, tensors: Sequence[Tensor], result:
 
 
 def _of_answer(tensors: Sequence[Tensor], network: NetworkShape) -> dict:
-    """Addresses of what :class:`NativeAnswer` is given, or of its gradients."""
+    """Addresses of the inputs of :class:`NativeAnswer`, or of their gradients."""
     names = ("q", "gamma", "beta")[: 1 + 2 * network.norm]
     single = {name: x.data_ptr() for name, x in zip(names, tensors, strict=False)}
     return single | _by_layer(tensors[len(names) :], ("F",))
 
 
 def group(blocks: int, rows: int, network: NetworkShape, size: int, save_every: int | None) -> tuple[int, bool]:
-    """Blocks between two states that are kept, and whether any is; size: bytes of a number."""
+    """Number of blocks between two kept states, and whether states are kept. size: bytes of a number."""
     states = blocks * rows * 3 * size * sum(a * b for a, b in network.layers)
     fewest = max(1, min(-(-states // KEEP_BYTES), math.isqrt(blocks)))
     return min(save_every or fewest, blocks), torch.is_grad_enabled()
@@ -237,7 +237,7 @@ def _operations(call: _Call) -> int:
 
 
 def _flags(each: list, rows: int) -> ctypes.Array:
-    """Per block a bool or a tensor (N,) -> (n, N) bytes."""
+    """Flags of n blocks, each a bool or a tensor (N,) -> (n, N) bytes."""
     parts = (bytes([flag]) * rows if isinstance(flag, bool) else bytes(flag.tolist()) for flag in each)
     return ctypes.create_string_buffer(b"".join(parts), len(each) * rows)
 
@@ -248,8 +248,10 @@ def _names(rule: Rule) -> tuple[str, ...]:
 
 
 def _single(plan, tensors: Sequence[Tensor]) -> tuple[dict[str, int], Sequence[Tensor]]:
-    """Addresses by name of all that is not a weight, and M_0; tensors: those of apply or their gradients, without W, S
-    and F."""
+    """Addresses by name of all tensors but weights, and the tensors of M_0.
+
+    tensors: arguments of apply or their gradients, without W, S and F.
+    """
     names = _names(plan.rule) + ("gamma", "beta")[: 2 * plan.network.norm]
     return {name: x.data_ptr() for name, x in zip(names, tensors, strict=False)}, tensors[len(names) :]
 

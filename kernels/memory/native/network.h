@@ -1,4 +1,4 @@
-/* What scan.c and token.c share: constants and activations of the memory's network. */
+/* Constants and activations of the memory's network, shared by scan.c and token.c. */
 
 #include "../../vector.h"
 
@@ -8,7 +8,7 @@ enum { GELU, SILU, RELU };
 
 static const real EPSILON = 1e-5; /* of the LayerNorm */
 
-/* The normal distribution at z: what lies below, and the density. */
+/* The normal distribution at z: the probability below z, and the density. */
 INLINE void normal(vec z, vec *below, vec *density) {
     *density = exponential(z * z * (real)-0.5) * (real)0.39894228040143268;
 #ifdef REAL_IS_DOUBLE
@@ -22,7 +22,7 @@ INLINE void normal(vec z, vec *below, vec *density) {
 #endif
 }
 
-/* act(z); the slope there, if asked. */
+/* act(z), and the slope at z unless slope is NULL. */
 static void activate(int kind, int count, const real *z, real *out, real *slope) {
     for (int i = 0; i < count; i += LANES) {
         vec x = CONST_AT(z, i), s;

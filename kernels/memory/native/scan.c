@@ -1,10 +1,10 @@
-/* The memory's recurrence over blocks on a CPU: the dual form of dual.py, forward and backward, one row at a time. What the
-rule makes of the gates comes as coefficients (coefficients.py).
+/* The memory's recurrence over blocks on a CPU: the dual form of dual.py, forward and backward, one row at a time. The
+gates enter as coefficients (coefficients.py).
 
-A row is one head of one batch row; its weights stay in the core's cache while its blocks pass. Names are those of
-dual.py. Activations are stored feature by feature, "T": (features x tokens), tokens padded to whole vectors, so that
-what belongs to one token (gates, LayerNorm statistics) is one lane of a vector. Where tokens are summed over, a matrix
-is needed token by token, "R": (tokens x features).
+A row is one head of one batch row; its weights stay in the core's cache while its blocks are processed. Names are those
+of dual.py. Activations are stored feature by feature, "T": (features x tokens), tokens padded to whole vectors. The
+values of one token (gates, LayerNorm statistics) are then in one lane of a vector. Sums over tokens need a matrix token
+by token, "R": (tokens x features).
 
 Compiled once per machine for REAL = float or double (native.py), called through ctypes. */
 
@@ -18,20 +18,20 @@ Compiled once per machine for REAL = float or double (native.py), called through
 #define STEP (LANES < 4 ? 4 : LANES)
 #define PAD(n) (((n) + STEP - 1) / STEP * STEP)
 
-/* Where row r's token t of block n is, in numbers: r / heads * batch + r % heads * head + n * block + t * token. */
+/* Place of row r's token t of block n, in numbers: r / heads * batch + r % heads * head + n * block + t * token. */
 typedef struct {
     int64_t heads, batch, head, block, token;
 } Places;
 
-/* What every call is told; native/__init__.py has the same fields. A block has its tokens' queries and, of a rule with a
-window, more keys than those. */
+/* Parameters of every call; native/__init__.py has the same fields. A block has one query per token and, for a rule
+with a window, more keys than queries. */
 typedef struct {
     int64_t blocks, rows, tokens, keys, layers, width, hidden, gate_layers;
     int64_t activation, norm, residual, to_start, loss;
-    int64_t at_start; /* queries meet the weights of their chunk's start */
+    int64_t at_start; /* queries read the weights of their chunk's start */
     int64_t erases;   /* tokens erase before they write; keys are then the tokens */
-    int64_t silent;   /* nothing is read: queries and outputs are not looked at */
-    int64_t every;    /* blocks between two states that are kept for the backward pass; 0: none is */
+    int64_t silent;   /* nothing is read: queries and outputs are not used */
+    int64_t every;    /* blocks between two states that are kept for the backward pass; 0: none is kept */
     Places query, key;
 } Call;
 
@@ -151,7 +151,7 @@ static void curve(int kind, int count, const real *z, const real *a, const real 
 /* ---- LayerNorm of every token, over the rows of a T matrix */
 
 typedef struct {
-    real *unit, *scale; /* (D x tokens), (tokens): what comes out before the affine part; 1 / standard deviation */
+    real *unit, *scale; /* (D x tokens), (tokens): output before the affine part; 1 / standard deviation */
 } Unit;
 
 INLINE vec root(vec x) {
@@ -194,15 +194,15 @@ static void normalise_back(int D, int lanes, const real *upstream, Unit u, real 
 
 /* ---- one block */
 
-/* A layer's coefficients in a block, and their gradients. A, B: (lanes), of the block's first M and S in M_t. mix_T: (keys
-x lanes), what of a key's gradient is in M_t. p, e: (key lanes), the same of the last M and S. a, b, m: of the first M and
-S in the last M, and of the first S in the last S. */
+/* A layer's coefficients in a block, or their gradients. A, B: (lanes), weights of the block's first M and S in M_t.
+mix_T: (keys x lanes), weight of each key's gradient in M_t. p, e: (key lanes), the same for the last M and the last S.
+a, b, m: weights of the first M and S in the last M, and of the first S in the last S. */
 typedef struct {
     real *A, *B, *mix_T, *p, *e;
     real a, b, m;
 } Gates;
 
-/* What a rule that erases is given beside its coefficients, which are then those of theta = 1, and the gradients; see
+/* Inputs of a rule that erases besides its coefficients, which are then for theta = 1, or the inputs' gradients; see
 erasure.py. theta, keep: (lanes). reach_T: (tokens x lanes), [i, t]. */
 typedef struct {
     real *theta, *keep, *reach_T;
@@ -215,8 +215,9 @@ typedef struct {
     real *step, *erased_T, *alike, *along_W, *along_S, *known, *rows, *d_erased_T, *d_rows, *d_alike;
 } Erased;
 
-/* A layer's intermediates; see dual.py. GR is G token by token. Of keys: X, G, hidden, slope, pulled and their gradients;
-of queries: Z, query_hidden, ZW, ZS; scores (keys x query lanes). gate, d_gate: its coefficients. */
+/* A layer's intermediates; see dual.py. GR is G token by token. For keys: X, G, hidden, slope, pulled and their
+gradients; for queries: Z, query_hidden, ZW, ZS; scores (keys x query lanes). gate, d_gate: the layer's coefficients and
+their gradients. */
 typedef struct {
     int in, out, ld; /* features in and out; row length of the weights */
     real *X, *G, *hidden, *slope, *pulled, *Z, *query_hidden, *scores, *ZW, *ZS, *GR;
@@ -227,7 +228,7 @@ typedef struct {
 
 typedef struct {
     int c, lanes, keys, key_lanes, layers, D, activation, norm, residual, gate_layers, to_start, loss, at_start,
-        erases, silent, pairs; /* pairs: whether coefficients are those of all tokens, not only of the last */
+        erases, silent, pairs; /* pairs: whether coefficients cover all tokens, not only the last */
     int64_t state; /* numbers of one weight set, padded */
     Layer layer[MAX_LAYERS];
     Unit key, query;
@@ -272,7 +273,7 @@ static real *take(Arena *a, int64_t count) {
 
 #define UP4(n) (((n) + 3) / 4 * 4)
 
-/* Lays out a block's matrices; with an arena that begins nowhere it only counts. */
+/* Lays out a block's matrices; without memory in the arena (begin is NULL) it only counts their size. */
 static void lay_out(Block *b, Arena *a) {
     int lanes = b->lanes, keys = b->key_lanes, more = lanes > keys ? lanes : keys, widest = b->D;
     for (int n = 0; n < b->layers; n++) {
@@ -326,7 +327,7 @@ static void lay_out(Block *b, Arena *a) {
     b->square = take(a, square > keys ? square : keys);
 }
 
-/* Tokens as the caller has them <-> (D x lanes). */
+/* Tokens in the caller's layout <-> (D x lanes). */
 static void load_tokens(int D, int count, int lanes, const real *from, int64_t step, real *to) {
     for (int i = 0; i < D; i++) {
         for (int t = 0; t < count; t++) to[i * lanes + t] = from[t * step + i];
@@ -360,7 +361,7 @@ static void scaled_rows(int features, int lanes, const real *from, const real *s
         for (int t = i * lanes; t < (i + 1) * lanes; t += LANES) AT(out, t) = CONST_AT(from, t) * scale[i];
 }
 
-/* sums of products over features, one for each token, are added to (or, sign < 0, taken from) out. */
+/* Adds each token's sum of products over features to out, or subtracts it (sign < 0). */
 static void inner(int features, int lanes, const real *x, const real *y, real *out, int sign) {
     for (int t = 0; t < lanes; t += LANES) {
         vec sum = {0};
@@ -404,7 +405,7 @@ static void loss(const Block *b, const real *e, real *top) {
     }
 }
 
-/* From the gradient of top to that of e (out, which may be upstream) and the threshold's. */
+/* From upstream, the gradient of top, to the gradients of e (out, which may be upstream) and of the threshold. */
 static void loss_back(const Block *b, const real *e, const real *upstream, real *out) {
     int D = b->D, lanes = b->key_lanes;
     for (int t = 0; t < lanes; t += LANES) {
@@ -479,9 +480,9 @@ static void key_side(Block *b, const real *F) {
     }
 }
 
-/* ---- erasing (erasure.py): what comes between the keys and the writes, and its backward pass */
+/* ---- erasing (erasure.py), between keys and writes, and its backward pass */
 
-/* Sets each layer's coefficients: those given, which a rule that erases multiplies by its steps. Fills gate and erased. W,
+/* Sets each layer's coefficients: the given ones, multiplied by the steps if the rule erases. Fills gate and erased. W,
 S: at the block's start. */
 static void erase(Block *b, const real *W, const real *S) {
     int lanes = b->lanes, c = b->c;
@@ -529,7 +530,7 @@ static void erase(Block *b, const real *W, const real *S) {
     }
 }
 
-/* What the new W says about the rows that were erased. dw: its gradient. */
+/* Gradients of the erased rows through the new W. dw: the gradient of W. */
 static void write_back(Block *b, int n, const real *dw) {
     Layer *l = &b->layer[n];
     Erased *e = &l->erased;
@@ -546,8 +547,8 @@ static void write_back(Block *b, int n, const real *dw) {
     product(l->in, lanes, l->out, dw, l->ld, 1, b->t1, lanes, l->dX, lanes, -1);
 }
 
-/* From the gradients of rows, erased_T and the layer's own coefficients to those of what was given; dX, dG, dw and ds are
-added to. W, S: the layer's, at the block's start; dw, ds: their gradients. */
+/* From the gradients of rows, erased_T and the layer's own coefficients to the gradients of the given inputs; adds to
+dX, dG, dw and ds. W, S: the layer's, at the block's start; dw, ds: their gradients. */
 static void erase_back(Block *b, int n, const real *W, const real *S, real *dw, real *ds) {
     Layer *l = &b->layer[n];
     Erased *e = &l->erased;
@@ -561,7 +562,7 @@ static void erase_back(Block *b, int n, const real *W, const real *S, real *dw, 
     memset(e->d_alike, 0, (size_t)lanes * lanes * sizeof(real));
     for (int i = 0; i < c; i++) d->mix_T[i * lanes + c - 1] += d->p[i];
     for (int t = c - 1; t >= 0; t--) {
-        real *d_row = e->d_rows + t * ld, *d_known = e->known + t * ld; /* known is used up */
+        real *d_row = e->d_rows + t * ld, *d_known = e->known + t * ld; /* known is overwritten */
         for (int i = 0; i < t; i++) {
             real of_pair = -dot(d_row, e->rows + i * ld, ld), alike = e->alike[i * lanes + t];
             e->d_erased_T[i * lanes + t] += of_pair * alike;
@@ -612,7 +613,7 @@ static void erase_back(Block *b, int n, const real *W, const real *S, real *dw, 
     }
 }
 
-/* W and S (one weight set each, layer after layer) after the block. */
+/* Turns W and S (one weight set each, layer after layer) into those after the block. */
 static void write(Block *b, real *W, real *S) {
     for (int n = 0; n < b->layers; n++) {
         Layer *l = &b->layer[n];
@@ -636,7 +637,7 @@ static void write(Block *b, real *W, real *S) {
     }
 }
 
-/* What the queries find in M_t, or at_start in F; base: M_0, which W is the difference to, or NULL. Fills Z,
+/* Reads M_t, or with at_start F, with the queries. base: M_0 if W is the difference to it, else NULL. Fills Z,
 query_hidden, scores, ZW, ZS and b->out. */
 static void read(Block *b, const real *W, const real *S, const real *F, const real *base) {
     int lanes = b->lanes, last = b->layers - 1;
@@ -697,7 +698,7 @@ static void pull_back(int kind, int count, const real *z, const real *upstream, 
     }
 }
 
-/* dW, dS: gradients of a layer's last W and S -> of the first ones, but for what the queries add. */
+/* dW, dS: gradients of a layer's last W and S -> of its first W and S, without the queries' part. */
 static void state_back(int64_t size, const real *W, const real *S, const Gates *g, real *dW, real *dS, Gates *d) {
     vec of_a = {0}, of_b = {0}, of_m = {0};
     for (int64_t i = 0; i < size; i += LANES) {
@@ -711,14 +712,15 @@ static void state_back(int64_t size, const real *W, const real *S, const Gates *
     d->a += sum(of_a), d->b += sum(of_b), d->m += sum(of_m);
 }
 
-/* The same where queries met F. */
+/* Backward pass of a layer whose queries read F: sets dZ, adds to dF. */
 static void answer_back(Block *b, const Layer *l, const real *F, const real *dz, real *dF, real *dZ) {
     product(l->in, b->lanes, l->out, F, l->ld, 1, dz, b->lanes, dZ, b->lanes, 0);
     by_token(l->out, b->c, b->lanes, dz, b->r);
     product(l->in, l->ld, b->c, l->Z, b->lanes, 1, b->r, l->ld, dF, l->ld, 1);
 }
 
-/* What one layer's outputs say: dz, their gradient, becomes dZ, that of Z; dG, dX and the coefficients' begin here. */
+/* Backward pass of one layer's read: dz, the gradient of its outputs -> dZ, the gradient of Z. Sets dG and dX, and adds
+to the gradients of the coefficients. */
 static void read_back(Block *b, int n, const real *W, const real *S, const real *F, const real *base, const real *dz,
                       real *dF, real *dZ) {
     int lanes = b->lanes, keys = b->key_lanes, c = b->c, K = b->keys;
@@ -772,7 +774,7 @@ static void read_back(Block *b, int n, const real *W, const real *S, const real 
     if (base) product(l->in, lanes, l->out, base, l->ld, 1, dz, lanes, dZ, lanes, 1);
 }
 
-/* From b->d_out to the gradient of the last matrix's outputs, dz; d_q begins here. */
+/* From b->d_out to dz, the gradient of the last matrix's outputs. Sets d_q. */
 static void finish_back(Block *b, real *dz) {
     int lanes = b->lanes;
     for (int i = 0; i < b->D; i++) {
@@ -788,7 +790,7 @@ static void finish_back(Block *b, real *dz) {
     if (b->norm) normalise_back(b->D, lanes, dz, b->query, dz);
 }
 
-/* From dZ of layer n to dz of the one below, or to d_q. */
+/* From dZ of layer n to dz of the layer below; for the lowest layer, adds dZ to d_q. */
 static void below_back(Block *b, int n, const real *dZ, real *dz) {
     int lanes = b->lanes;
     if (n)
@@ -797,9 +799,9 @@ static void below_back(Block *b, int n, const real *dZ, real *dz) {
         for (int i = 0; i < b->D * lanes; i += LANES) AT(b->d_q, i) += CONST_AT(dZ, i);
 }
 
-/* Everything of a block after key_side and read: b->d_out is given; W, S, F, base: as those had them. dW, dS: gradients
-of the weights after the block, then of those before it; dF, d_base are added to. Leaves d_q, d_k, d_v, d_gate,
-d_threshold. */
+/* Backward pass of a block, after key_side and read. b->d_out is given; W, S, F, base: as in key_side and read. dW, dS:
+on entry gradients of the weights after the block, on return of those before it. Adds to dF and d_base. Sets d_q, d_k,
+d_v, d_gate, d_threshold. */
 static void backward(Block *b, const real *W, const real *S, const real *F, const real *base, real *dW, real *dS,
                      real *dF, real *d_base) {
     int lanes = b->lanes, keys = b->key_lanes, c = b->c, K = b->keys, D = b->D, last = b->layers - 1;
@@ -838,7 +840,7 @@ static void backward(Block *b, const real *W, const real *S, const real *F, cons
         }
         read_back(b, n, W + at[n], S + at[n], F + at[n], base ? base + at[n] : NULL, dz, dF + at[n], dZ);
 
-        /* What the new weights say about the keys. */
+        /* The keys' gradients through the new weights. */
         product(l->out, keys, l->in, dw, 1, l->ld, l->X, keys, b->t1, keys, 0);
         product(l->out, keys, l->in, ds, 1, l->ld, l->X, keys, b->t2, keys, 0);
         inner(l->out, keys, l->G, b->t1, d->p, -1);
@@ -867,7 +869,7 @@ static void backward(Block *b, const real *W, const real *S, const real *F, cons
         if (!b->silent) below_back(b, n, dZ, dz);
     }
 
-    /* The inner gradient, differentiated. */
+    /* Derivative of the inner gradient. */
     for (int n = 0; n < last; n++) {
         Layer *l = &b->layer[n], *above = l + 1;
         int count = l->out * keys;
@@ -937,18 +939,18 @@ static void backward(Block *b, const real *W, const real *S, const real *F, cons
 
 /* ---- all blocks of some rows */
 
-/* What every call is given: pointers to contiguous tensors; of weights one for each layer, (rows, d_in, d_out). W is the
-memory's weights, whatever they are forgotten to; begin: M_0. Coefficients: see coefficients.py, (gate layers, blocks, rows,
-...); at_start, without erasing, A, B and mix have one line, that of the chunk's end. */
+/* Inputs of every call: pointers to contiguous tensors; for weights one per layer, (rows, d_in, d_out). W is the
+memory's weights, never a difference to M_0; begin: M_0. Coefficients: see coefficients.py, (gate layers, blocks, rows,
+...); with at_start and without erasing, A, B and mix have one line, for the chunk's end. */
 typedef struct {
-    const real *q, *k, *v; /* laid out as Call says, as are results and gradients of their kind */
+    const real *q, *k, *v; /* laid out as Call says, like their outputs and gradients */
     const real *A, *B, *mix, *m, *e;
     const real *threshold;                   /* (blocks, rows, keys), or NULL */
-    const real *theta, *keep, *reach;        /* of a rule that erases, (gate layers, blocks, rows, tokens), reach twice */
+    const real *theta, *keep, *reach;        /* if the rule erases, (gate layers, blocks, rows, tokens), reach twice */
     const real *gamma, *beta;                /* (rows, width) */
     const uint8_t *new_chunk, *new_document; /* (blocks, rows) */
     real *begin[MAX_LAYERS], *W[MAX_LAYERS], *S[MAX_LAYERS], *F[MAX_LAYERS];
-    real *kept; /* (groups, rows, 3, one weight set as it is here); of one group NULL: it starts at W, S and F */
+    real *kept; /* (groups, rows, 3, one padded weight set); NULL for one group, which starts at W, S and F */
 } Inputs;
 
 typedef struct {
@@ -994,7 +996,7 @@ static int64_t place(Places p, int64_t n, int64_t row) {
     return row / p.heads * p.batch + row % p.heads * p.head + n * p.block;
 }
 
-/* What a block reads: its tokens, its coefficients. */
+/* Loads a block's tokens and coefficients. */
 static void fetch(Block *b, const Call *call, const Inputs *x, int64_t n, int64_t row) {
     int c = b->c, lanes = b->lanes, K = b->keys, keys = b->key_lanes, lines = b->pairs ? c : 1;
     int64_t at = place(call->key, n, row);
@@ -1022,7 +1024,7 @@ static void fetch(Block *b, const Call *call, const Inputs *x, int64_t n, int64_
     b->gamma = x->gamma + row * call->width, b->beta = x->beta + row * call->width;
 }
 
-/* The gradients of what fetch read. */
+/* Stores the gradients of what fetch loaded. */
 static void hand_back(const Block *b, const Call *call, const Gradients *d, int64_t n, int64_t row) {
     int c = b->c, lanes = b->lanes, K = b->keys, keys = b->key_lanes, lines = b->pairs ? c : 1;
     int64_t at = place(call->key, n, row);
@@ -1052,7 +1054,7 @@ static void hand_back(const Block *b, const Call *call, const Gradients *d, int6
     if (d->threshold) memcpy(d->threshold + (n * call->rows + row) * K, b->d_threshold, K * sizeof(real));
 }
 
-/* The state before a block -> at its start. base: M_0. */
+/* From the state before a block to the state at its start: a document or a chunk may begin. base: M_0. */
 static void start(Block *b, const Call *call, const Inputs *x, int64_t n, int64_t row, const real *base, real *W,
                   real *S, real *F) {
     size_t bytes = (size_t)b->state * sizeof(real);
@@ -1069,13 +1071,14 @@ static void start(Block *b, const Call *call, const Inputs *x, int64_t n, int64_
     }
 }
 
-/* Numbers of one weight set as it is in Inputs.kept. */
+/* Size of one weight set in Inputs.kept, in numbers. */
 int64_t set_size(const Call *call) {
     Block b;
     return set_layer(call, &b);
 }
 
-/* A block's matrices in new memory, all zero; arena->next: behind them, room for this many weight sets. 1: no memory is left. */
+/* Allocates a block's matrices, all zero, and behind them, at arena->next, room for ``sets`` weight sets. Returns 1 if
+no memory is left. */
 static int reserve(const Call *call, Block *b, Arena *arena, int64_t sets) {
     *arena = (Arena){0};
     int64_t state = set_layer(call, b);
@@ -1118,7 +1121,7 @@ int forward(const Call *call, const Inputs *x, const Outputs *y, int64_t first, 
         if (b.to_start) add(state, W, base);
         unpack(&b, W, row, y->W);
         unpack(&b, S, row, y->S);
-        if (y->F[0]) unpack(&b, F, row, y->F); /* who knows where chunks begin need not be told */
+        if (y->F[0]) unpack(&b, F, row, y->F); /* callers that know where chunks begin need no F */
     }
     free(arena.begin);
     return 0;
@@ -1193,7 +1196,7 @@ int reverse(const Call *call, const Inputs *x, const Gradients *d, int64_t first
     return 0;
 }
 
-/* ---- answers alone: M(q) of one block at F, and nothing written */
+/* ---- answers only: M(q) of one block at F, nothing written */
 
 int answer(const Call *call, const Inputs *x, const Outputs *y, int64_t first, int64_t last) {
     Block b;

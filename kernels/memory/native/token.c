@@ -1,6 +1,6 @@
-/* One token of a stream, for generation: the definition (naive.py) with the gradient written out, one row at a time, a row
-being one head of one batch row. Every weight set is read once or twice and written once; the dual form of scan.c is made
-for the tokens of a block together. Called through ctypes (token.py). */
+/* One token of a stream, for generation: the definition (naive.py) with the gradient written out, one row at a time. A
+row is one head of one batch row. Every weight set is read once or twice and written once; the dual form of scan.c is
+meant for the tokens of a block together. Called through ctypes (token.py). */
 
 #include "network.h"
 
@@ -11,8 +11,8 @@ typedef struct {
 } Call;
 
 /* Contiguous. q, k, v (batch, heads, width); gates (batch, heads, gate_layers); fresh (batch): whether the token is its
-chunk's first, so that its gradient is taken at W. gamma, beta (heads, width) and begin, M_0, (heads, d_in, d_out) are
-every row's; W, S and F, the weights at the chunk's start, are (batch, heads, d_in, d_out). */
+chunk's first, so that its gradient is taken at W. All batch rows share gamma, beta (heads, width) and begin, M_0
+(heads, d_in, d_out). W, S and F (batch, heads, d_in, d_out): F are the weights at the chunk's start. */
 typedef struct {
     const real *q, *k, *v, *theta, *eta, *alpha, *gamma, *beta;
     const uint8_t *fresh;
@@ -47,7 +47,7 @@ static real normalise(const real *f, int D, real *unit) {
     return scale;
 }
 
-/* d (D), a gradient of what normalise gave -> that of f, in place. */
+/* d (D), the gradient of normalise's output -> the gradient of f, in place. */
 static void normalise_back(real *d, const real *unit, real scale, int D) {
     real mean = 0, along = 0;
     for (int i = 0; i < D; i++) mean += d[i], along += d[i] * unit[i];
@@ -73,7 +73,8 @@ static void write(const real *restrict key, const real *restrict error, const re
     }
 }
 
-/* What follows the last matrix: y (D) of z and of what M was asked, x; ``unit`` is overwritten. Returns normalise's. */
+/* Steps after the last matrix: y (D) from its output z and M's input x; overwrites ``unit``. Returns normalise's
+result. */
 static real finish(const Call *call, const real *z, const real *x, const real *gamma, const real *beta, real *unit,
                    real *y) {
     int D = call->width;
@@ -83,7 +84,7 @@ static real finish(const Call *call, const real *z, const real *x, const real *g
     return scale;
 }
 
-/* Numbers of a row's working space, whose vectors have whole machine vectors each. */
+/* Length of each vector in a row's working space: whole machine vectors. */
 static int64_t stride(const Call *call) {
     int64_t wide = call->hidden > call->width ? call->hidden : call->width;
     return (wide + LANES - 1) / LANES * LANES;

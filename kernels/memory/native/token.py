@@ -50,10 +50,10 @@ def _called(heads: int, network: NetworkShape, gate_layers: int = 1, to_start: b
 
 
 class MemoryToken:
-    """One token's read and write, made once for inputs that stay where they are: see :func:`next_token`.
+    """Read and write of one token, set up once for inputs that keep their addresses: see :func:`next_token`.
 
-    q, k, v: (B, 1, H, D) or with H and D as one; gates: (B, 1, H, 1 or L); norm: two (H, D); contiguous, of one dtype.
-    out: as q, filled by each call.
+    q, k, v: (B, 1, H, D) or with H and D merged; gates: (B, 1, H, 1 or L); norm: two (H, D); contiguous, of one dtype.
+    out: like q, filled by each call.
     """
 
     def __init__(
@@ -101,9 +101,10 @@ class MemoryToken:
 
 
 class MemoryRecall:
-    """M(q) of a token of each row, nothing written, made once for queries that stay where they are.
+    """M(q) for one token of each row without writing, set up once for queries that keep their address.
 
-    q: (B, 1, H, D) or with H and D as one; norm: two (H, D); contiguous, of one dtype. out: as q, filled by each call.
+    q: (B, 1, H, D) or with H and D merged; norm: two (H, D); contiguous, of one dtype. out: like q, filled by each
+    call.
     """
 
     def __init__(self, q: Tensor, heads: int, *, network: NetworkShape, norm: Weights | None):
@@ -125,7 +126,7 @@ class MemoryRecall:
 
 
 def next_token(call: MemoryCall) -> tuple[Tensor, MemoryState]:
-    """Serves a call of one token: nothing is cut into blocks, nothing is kept for gradients."""
+    """Serve a call of one token: nothing is cut into blocks, nothing is kept for gradients."""
     dtype = state_dtype(call.q)
     q, k, v, *gates = (x.to(dtype).contiguous() for x in (call.q, call.k, call.v, call.theta, call.eta, call.alpha))
     norm = None if call.norm is None else tuple(p.to(dtype).contiguous() for p in call.norm)
@@ -152,7 +153,7 @@ TOKEN = Backend(_unserved, next_token)
 
 
 def _where(rows: list[bool], yes: Weights, no: Weights) -> Weights:
-    """Row by row ``yes`` or ``no``; no copy where all rows agree."""
+    """Select ``yes`` or ``no`` row by row, without a copy if all rows agree."""
     if all(rows):
         return yes
     return choose(torch.tensor(rows), yes, no) if any(rows) else no

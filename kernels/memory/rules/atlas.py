@@ -9,7 +9,7 @@ from titans_pt.kernels.memory.rules.omega import WindowRule, WindowSettings
 
 @RULES.register
 class Atlas(ChunkSteps, WindowRule):
-    """omega's window, features and loss; a chunk takes one step along its momentum made orthogonal, as muon's."""
+    """Window, features and loss of omega; each chunk takes one step along its orthogonalised momentum, as in muon."""
 
     name: ClassVar[str] = "atlas"
 

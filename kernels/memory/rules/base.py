@@ -21,7 +21,7 @@ Own = tuple[Tensor, ...]
 
 @dataclass(frozen=True)
 class OwnGate:
-    """A gate of the rule's own, beside theta, eta and alpha: a number per token and head, computed from the token.
+    """A rule's own gate besides theta, eta and alpha: a number per token and head, computed from the token.
 
     share: True for a sigmoid, in (0, 1); False for a softplus, above 0. start: its value at initialisation.
     """
@@ -34,7 +34,7 @@ class Rule:
     """One memory rule. A frozen value: two rules of one class with equal settings are equal.
 
     A rule is one file: it subclasses this, is decorated with ``@RULES.register``, and nothing outside knows its name.
-    :meth:`loss` is all that it must have. The memory then follows, of each weight matrix,
+    A rule must define only :meth:`loss`. Each weight matrix of the memory then follows
 
         S_t = eta_t S_{t-1} - theta_t grad_W loss(M(k_t), v_t)       M_t = (1 - alpha_t) M_{t-1} + S_t
 
@@ -51,18 +51,18 @@ class Rule:
     gates: dict[str, OwnGate] = {}
     """Its own gates, by name."""
     compiled_loss: str | None = None
-    """Equal loss in kernels/memory/native: "squared", or "huber" or "coordinate", whose threshold is the first own gate
+    """This loss in kernels/memory/native: "squared", or "huber" or "coordinate", whose threshold is the first own gate
     (yaad.py). None: the C code does not serve the rule. A subclass with its own loss or features does not inherit it. C
-    knows no features: a rule with some that are keys and queries themselves at times says so by their width."""
+    has no features: a rule whose features are sometimes the keys and queries themselves tells C by :meth:`width`."""
     compiled_steps: bool = False
-    """Whether :meth:`steps` are those that kernels/memory/native has: b = theta / (1 + theta ||x||^2), for both."""
+    """Whether :meth:`steps` equals the formula in kernels/memory/native: step = b = theta / (1 + theta ||x||^2)."""
     step: float = 1.0
-    """Factor of the default step bound (model.memory.step_bound=null): this rule's largest stable step over the squared
-    loss's."""
+    """Factor of the default step bound (model.memory.step_bound=null): this rule's largest stable step, relative to the
+    squared loss."""
 
     def __init_subclass__(cls, **keywords: Any):
         super().__init_subclass__(**keywords)
-        # A class with a loss, steps or an update of its own does not inherit what its parent has for another.
+        # A class with its own loss, steps or update must not inherit the formulas that its parent has for others.
         own = vars(cls)
         if "loss" in own and "gradient" not in own:
             cls.gradient = Rule.gradient
@@ -92,17 +92,17 @@ class Rule:
 
     @classmethod
     def of(cls, config: MemoryConfig) -> "Rule":
-        """The rule that settings name, with its own section of them.
+        """The rule that the settings name, with its own section of settings.
 
         Raises:
-            UserError: there is none of that name, or a setting of its own is wrong.
+            UserError: no rule has this name, or one of the rule's settings is wrong.
         """
         found = RULES.find(config.rule)
         return found(own_section(config.section(found.name), found.Settings, f"model.memory.{found.name}"))
 
     @classmethod
     def check(cls, config: MemoryConfig, need: Need):
-        """Calls ``need`` for everything that must hold between its settings and the rest of model.memory."""
+        """Call ``need`` for every condition that links the rule's settings to the rest of model.memory."""
         need(
             config.alpha == "head" or cls.coefficients is Rule.coefficients,
             "model.memory.alpha",
@@ -113,18 +113,18 @@ class Rule:
     # ---- the loss
 
     def loss(self, error: Tensor, v: Tensor, own: Own) -> Tensor:
-        """(..., D) -> (...): what M(k) = v + ``error`` costs.
+        """Loss of M(k) = v + ``error``, (..., D) -> (...).
 
         Args:
             error: M(k) - v.
-            v: the value itself, for losses of more than the error.
+            v: the value itself, for losses that depend on more than the error.
             own: its own gates, each (..., 1).
         """
         raise NotImplementedError
 
     def gradient(self, error: Tensor, v: Tensor, own: Own) -> Tensor:
-        """The loss's gradient in M(k), (..., D); differentiable where gradients are wanted. By autograd, unless a rule
-        has a formula, which is faster."""
+        """Gradient of the loss in M(k), (..., D); differentiable if gradients are enabled. Uses autograd; a rule may
+        override it with a formula, which is faster."""
         wanted = torch.is_grad_enabled()
         with recording():
             error, v, *own = recordable((error, v, *own))
@@ -135,8 +135,8 @@ class Rule:
     def gradient_backward(
         self, upstream: Tensor, error: Tensor, v: Tensor, own: Own
     ) -> tuple[Tensor, Tensor | None, list[Tensor]]:
-        """Backward pass of :meth:`gradient`. ``upstream`` is the gradient of its result; returned are those of error,
-        of v apart from its part in error (None: zero), and of each own gate."""
+        """Backward pass of :meth:`gradient`. ``upstream`` is the gradient of its result. Returns the gradients of
+        error, of v without its part through error (None: zero), and of each own gate."""
         with torch.enable_grad():
             leaves = [x.detach().requires_grad_() for x in (error, v, *own)]
             found = self.gradient(leaves[0], leaves[1], tuple(leaves[2:]))
@@ -146,17 +146,17 @@ class Rule:
         d_own = [torch.zeros_like(gate) if d is None else d for gate, d in zip(own, d_own, strict=True)]
         return torch.zeros_like(error) if d_error is None else d_error, d_v, d_own
 
-    # ---- what a token writes beside its own gradient, and what its key becomes
+    # ---- windows of gradients, and features of keys and queries
 
     window: int = 1
     """Number of tokens whose gradients each token writes, its own among them."""
     border: str = "refresh"
-    """Gradients that a window uses of the chunk before. "refresh": taken again at today's chunk's start; "carry": as
-    they were; "truncate": none."""
+    """Gradients of the previous chunk in a window. "refresh": computed again at the current chunk's start; "carry": as
+    computed in their own chunk; "truncate": none."""
 
     def shares(self, own: Own) -> Tensor:
-        """(..., window): the factors of these gradients, the token's own first; own (..., 1) each. By default these are
-        the first own gates."""
+        """Factors of the window's gradients, (..., window), the token's own first; own (..., 1) each. By default these
+        are the first own gates."""
         if len(own) < self.window:
             raise TypeError(f"{type(self).__name__}: a window of {self.window} needs as many gates of its own, or "
                             f"shares; it has {len(own)}")  # fmt: skip
@@ -167,17 +167,17 @@ class Rule:
         return x
 
     def width(self, width: int) -> int:
-        """Width of :meth:`features` of a head of this width."""
+        """Width of :meth:`features` for a head of this width."""
         return width
 
     @property
     def plain(self) -> bool:
-        """Whether it has neither window nor features, erases nothing and does nothing at chunk ends."""
+        """Whether the rule has neither window nor features, erases nothing and does nothing at chunk ends."""
         whole = type(self).features is Rule.features and not self.erases and not self.nonlinear
         return self.window == 1 and whole
 
     def share(self, v: Tensor, own: Own) -> Tensor | None:
-        """Share of a bounded theta, 0 to 1, that a token takes, (...): less if the step would be too long; None: all.
+        """Share of a bounded theta that a token uses, 0 to 1, (...): below 1 if its step would be too long. None: 1.
 
         Args:
             v: (..., D).
@@ -185,14 +185,14 @@ class Rule:
         """
         return None
 
-    # ---- what the gates do with it
+    # ---- updates by the gates
 
     def update(
         self, weights: Tensor, momentum: Tensor, gradient: Tensor, theta: Tensor, eta: Tensor, alpha: Tensor, own: Own
     ) -> tuple[Tensor, Tensor]:
-        """One token, by the definition: M and S (..., d_in, d_out) after it. Gates broadcast against them.
+        """M and S (..., d_in, d_out) after one token, by the definition. Gates broadcast against them.
 
-        weights: M, or with forget_to="start" its difference to M_0, which is what is forgotten.
+        weights: M, or with forget_to="start" the difference M - M_0, which then decays.
         """
         momentum = eta * momentum - theta * gradient
         return (1 - alpha) * weights + momentum, momentum
@@ -201,29 +201,31 @@ class Rule:
         """Step and erased share b of one layer, both (..., 1), for its input x (..., d_in). Before the token writes,
         M <- M - b x x^T M removes the share b of M's content along x. None: nothing is erased.
 
-        theta: (..., 1), which the step replaces.
+        theta: (..., 1); the returned step replaces it.
         """
         return None
 
     @property
     def erases(self) -> bool:
-        """Whether it has :meth:`steps`; such a rule has no window."""
+        """Whether the rule defines :meth:`steps`; a rule with steps has no window."""
         return type(self).steps is not Rule.steps
 
     def coefficients(
         self, theta: Tensor, eta: Tensor, alpha: Tensor, own: Own, valid: Tensor | None
     ) -> tuple[Tensor, ...]:
-        """:meth:`update` for blocks of c tokens: the fields of kernels.memory.coefficients.Coefficients, the weights of
-        the block's first M and S, and of each token's gradient, in M and S after each token.
+        """Coefficients of :meth:`update` for blocks of c tokens.
+
+        The fields of kernels.memory.coefficients.Coefficients: the weights of the block's first M and S, and of each
+        token's gradient, in M and S after each token.
 
         Args:
             theta, eta, alpha: (G, n, N, c) of n blocks; G is 1, or the memory's layers.
             own: each (n, N, c, 1).
-            valid: (n, N, c), or None where all tokens are; one that is not changes nothing.
+            valid: (n, N, c), or None if all tokens are valid; an invalid token changes nothing.
         """
         return coefficients(theta, eta, alpha, valid)
 
-    # ---- what is not linear, where chunks end
+    # ---- non-linear steps at chunk ends
 
     def closed(self, weights: Tensor, momentum: Tensor, own: Own) -> Tensor:
         """M (..., d_in, d_out) after a chunk that ends with M = ``weights`` and S = ``momentum``.
@@ -242,13 +244,12 @@ class Rule:
 
     @property
     def nonlinear(self) -> bool:
-        """Whether it has :meth:`closed` or :meth:`met`; tokens then read the memory of their chunk's start."""
+        """Whether the rule has :meth:`closed` or :meth:`met`; tokens then read the memory of their chunk's start."""
         return type(self).closed is not Rule.closed or type(self).met is not Rule.met
 
 
 class SquaredError(Rule):
-    """Titans' own loss, ||M(k) - v||^2, without the half that others put before it: a theta of ours is half of
-    theirs."""
+    """Titans' own loss, ||M(k) - v||^2, without the factor 1/2 that others use: our theta is half of theirs."""
 
     compiled_loss = "squared"
 

@@ -16,13 +16,13 @@ class Dgd(SquaredError):
         argmin_W theta ||W^T x + g||^2 + ||W - (1 - alpha) W_{t-1}||^2
             = (I - theta' x x^T) (1 - alpha) W_{t-1} - theta' x g^T        theta' = theta / (1 + theta ||x||^2)
 
-    where gradient descent has the least of theta <W^T x, g> in place of the first square. A write replaces
-    what W held along x, instead of adding to it; theta' ||x||^2 < 1, which keeps every write from overshooting in W.
-    Momentum takes the last term, as in Titans; the paper has none outside an ablation (model.memory.momentum=false).
+    Gradient descent has theta <W^T x, g> in place of the first square. A write replaces W's content along x instead of
+    adding to it. theta' ||x||^2 < 1 keeps every write from overshooting in W. Momentum accumulates the last term, as in
+    Titans; the paper has no momentum outside an ablation (model.memory.momentum=false).
 
-    The paper prints theta / (1 + theta), which is this for ||x|| = 1: inputs of hidden layers are longer, and there
-    the printed step may turn W round. It prints the erasing before the decay and for one matrix, with k k^T, which does
-    not fit the second matrix of its own memory.
+    The paper prints theta / (1 + theta), which equals theta' for ||x|| = 1. Inputs of hidden layers are longer, and
+    there the printed step may reverse W along x. The paper prints the erasing before the decay and for one matrix, with
+    k k^T, which does not fit the second matrix of its own memory.
     """
 
     name: ClassVar[str] = "dgd"

@@ -1,4 +1,4 @@
-"""The dot product as the inner loss, Hebb's: a memory that adds what it is told and corrects nothing."""
+"""The dot product as the inner loss (Hebbian): a memory that adds every value and corrects nothing."""
 
 from typing import ClassVar
 
@@ -9,10 +9,10 @@ from titans_pt.kernels.memory.rules.base import RULES, Own, Rule
 
 @RULES.register
 class Dot(Rule):
-    """-2 <M(k), v>: what is left of Titans' ||M(k) - v||^2 without ||M(k)||^2, which is what corrects.
+    """The loss -2 <M(k), v>: Titans' ||M(k) - v||^2 without ||M(k)||^2, the term that corrects.
 
     With one matrix, no LayerNorm and no residual it is linear attention with decay and momentum. ATLAS (arXiv
-    2505.23735) has the loss for its Dot and DeepTransformers, and prints its update with the sign of ascent in
+    2505.23735) uses this loss in its Dot and DeepTransformers, and prints the update with the sign of ascent in
     Eq. 28-31.
     """
 

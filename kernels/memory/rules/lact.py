@@ -12,13 +12,14 @@ from titans_pt.kernels.memory.rules.muon import ChunkSteps
 
 @RULES.register
 class Lact(ChunkSteps, Dot):
-    """-2 <M(k), v>, one step a chunk along S made orthogonal, then each column of M as long as it was before. Of a
-    chunk that starts at F, with F' = (prod_t (1 - alpha_t)) F and the step dM of :class:`ChunkSteps`, column j becomes
+    """The loss -2 <M(k), v> and one step per chunk along orthogonalised S; then each column of M is as long as before.
+
+    For a chunk that starts at F, with F' = (prod_t (1 - alpha_t)) F and the step dM of :class:`ChunkSteps`, column j is
 
         M_j = (F'_j + dM_j) |F'_j| / |F'_j + dM_j|
 
-    A column holds the weights of one output. Without forgetting lengths are those of M_0 for ever, as in the paper, and
-    a loss that corrects nothing cannot make M grow.
+    A column holds the weights of one output. Without forgetting, columns keep their lengths in M_0 for ever, as in the
+    paper, and a loss that corrects nothing cannot make M grow.
 
     The paper's chunks have 2,048 tokens or more (model.memory.chunk_size), its momentum is optional, and it has neither
     forgetting nor a LayerNorm around the network (model.memory.momentum, .forgetting, .norm). Its network is a SwiGLU

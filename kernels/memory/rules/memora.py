@@ -1,4 +1,4 @@
-"""Memora of MIRAS (arXiv 2504.13173, Section 5): weights that are distributions, held by their relative entropy."""
+"""Memora of MIRAS (arXiv 2504.13173, Section 5): weights that are distributions, with relative entropy as retention."""
 
 from typing import Annotated, ClassVar
 
@@ -11,12 +11,11 @@ from titans_pt.kernels.memory.rules.base import RULES, Own, Rule
 
 @RULES.register
 class Memora(Rule):
-    """Titans' squared error. What accumulates are logits z, and a chunk meets scale * softmax(z) over the inputs of
-    each output: W_t = scale * softmax(alpha_t log W_{t-1} - theta_t u_t), exactly, since z_t = alpha_t z_{t-1} -
-    theta_t u_t.
+    """Titans' squared error. Logits z accumulate, and a chunk uses scale * softmax(z) over the inputs of each output.
 
-    The paper drops the scale from Eq. 21 to Eq. 27 and names no axis. Its chunkwise form takes sums of W, not of z,
-    after which weights may be negative where the next logarithm is taken.
+    This is exactly W_t = scale * softmax(alpha_t log W_{t-1} - theta_t u_t), since z_t = alpha_t z_{t-1} - theta_t u_t.
+    The paper drops the scale from Eq. 21 to Eq. 27 and names no axis. Its chunkwise form sums W instead of z; weights
+    may then be negative when the next logarithm is taken.
     """
 
     name: ClassVar[str] = "memora"
@@ -36,7 +35,7 @@ class Memora(Rule):
         return 2 * error
 
     def share(self, v: Tensor, own: Own) -> Tensor | None:
-        """A step in z multiplies weights: long values make it exponentially long."""
+        """A step in z multiplies the weights, and long values make this factor exponentially large."""
         return v.square().mean(-1).clamp(min=1).rsqrt()
 
     def met(self, weights: Tensor) -> Tensor:

@@ -10,19 +10,19 @@ from titans_pt.config import Section
 from titans_pt.kernels.memory.rules.base import RULES, Own, Rule
 
 TINY = 1e-6
-"""Added to the squares under roots of which the slope at 0 is infinite; the paper's own."""
+"""Added to squares under a root, whose slope at 0 is infinite; the paper's value."""
 
 
 @RULES.register
 class Moneta(Rule):
-    """The loss sum |e_i|^p of the error e = M(k) - v. Writes accumulate in A; a chunk meets, element by element,
+    """The loss sum |e_i|^p of the error e = M(k) - v. Writes accumulate in A; a chunk uses, element by element,
 
         M = sign(A) |A|^(q-1) / mean(|A|^q)^((q-2)/q)
 
-    the gradient of half the squared q-norm: the solution of "follow the regularised leader", from which the paper
-    derives its update, with the dual norm as the regulariser. The paper prints A / ||A||_q^(q-2), without sign and
-    power. With q = 4 that shrinks as A grows: each write makes the next gradients larger, and forgetting makes M grow.
-    Here M is of degree 1 in A; means in place of sums give both the same size.
+    This is the gradient of half the squared q-norm: the solution of "follow the regularised leader", from which the
+    paper derives its update, with the dual norm as the regulariser. The paper prints A / ||A||_q^(q-2), without sign
+    and power. With q = 4 the printed M shrinks as A grows: each write makes the next gradients larger, and forgetting
+    makes M grow. Here M is of degree 1 in A, and means in place of sums give M and A the same size.
     """
 
     name: ClassVar[str] = "moneta"
@@ -41,7 +41,7 @@ class Moneta(Rule):
         self.step = 4 ** -abs(self.settings.p - 2) * 2 ** -(self.settings.q - 2)
 
     def share(self, v: Tensor, own: Own) -> Tensor | None:
-        """The loss bends with the error's size to the power of p - 2, and M with the step that A makes."""
+        """The loss's curvature grows with the error's size to the power p - 2; for q > 2, M(A) adds a power of 1."""
         power = max(self.settings.p - 2, 0) + (self.settings.q > 2)
         return v.square().mean(-1).clamp(min=1).pow(-power / 2)
 

@@ -1,4 +1,4 @@
-"""Muon at chunk ends: a chunk takes one step along its momentum, made orthogonal, or merely of unit length."""
+"""Muon at chunk ends: a chunk takes one step along its momentum, orthogonalised or merely normalised."""
 
 from typing import Annotated, ClassVar, Literal
 
@@ -11,8 +11,8 @@ from titans_pt.kernels.memory.coefficients import coefficients
 from titans_pt.kernels.memory.rules.base import RULES, Own, OwnGate, Rule, SquaredError
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
-"""a, b, c of one step, X <- a X + (b A + c A^2) X with A = X X^T: Keller Jordan's, which brings singular values between
-0.7 and 1.2 in five."""
+"""a, b, c of one step, X <- a X + (b A + c A^2) X with A = X X^T, by Keller Jordan: five steps bring singular values
+between 0.7 and 1.2."""
 STEPS = 5
 LEAST = 0.1
 """Constant added to the momentum's norm: steps vanish with the errors, and gradients through them stay bounded. With
@@ -20,12 +20,12 @@ LEAST = 0.1
 
 
 def scaled(momentum: Tensor) -> Tensor:
-    """(..., a, b), of Frobenius norm below 1."""
+    """Momentum (..., a, b) scaled to a Frobenius norm below 1."""
     return momentum / (torch.linalg.vector_norm(momentum, dim=(-2, -1), keepdim=True) + LEAST)
 
 
 def orthogonal(momentum: Tensor) -> Tensor:
-    """(..., a, b): the nearest matrix whose singular values are all 1, about, by five steps of Newton and Schulz."""
+    """The nearest matrix (..., a, b) with all singular values 1, approximately, by five Newton-Schulz steps."""
     a, b, c = NEWTON_SCHULZ
     tall = momentum.shape[-2] > momentum.shape[-1]
     x = scaled(momentum.mT if tall else momentum)
@@ -42,7 +42,7 @@ def orthogonal_flops(d_in: int, d_out: int) -> float:
 
 
 def unit(momentum: Tensor) -> Tensor:
-    """(..., a, b) of the norm of an orthogonal matrix, sqrt(min(a, b)), in the momentum's own direction."""
+    """Momentum (..., a, b) scaled to the norm of an orthogonal matrix, sqrt(min(a, b))."""
     return min(momentum.shape[-2:]) ** 0.5 * scaled(momentum)
 
 
@@ -59,8 +59,8 @@ class ChunkSteps(Rule):
 
         M = (prod_t (1 - alpha_t)) F + size_C S_C'
 
-    S' is S made orthogonal or of one length. size is a gate of the chunk's last token; inside S' it would cancel, as
-    theta's own scale does: what theta decides is the share of each token.
+    S' is S, orthogonalised or normalised. size is a gate of the chunk's last token; inside S' it would cancel. The
+    scale of theta cancels there: theta only decides the share of each token.
     """
 
     Settings: ClassVar[type[Section]] = StepSettings
@@ -68,7 +68,7 @@ class ChunkSteps(Rule):
     gates: dict[str, OwnGate] = {"size": OwnGate(start=0.5, share=True)}
 
     def direction(self, momentum: Tensor) -> Tensor:
-        """S' from S: made orthogonal."""
+        """S' from S: orthogonalised."""
         return orthogonal(momentum)
 
     def closing_flops(self, d_in: int, d_out: int) -> float:
@@ -91,7 +91,7 @@ class Muon(ChunkSteps, SquaredError):
     """Titans' squared error with the optimiser Muon in place of plain steps (ATLAS, arXiv 2505.23735, Eq. 32-33), at
     chunk ends.
 
-    ATLAS makes S of every token orthogonal, which takes a hundred times as long as the memory itself. Eq. 57-58 print
+    ATLAS orthogonalises S for every token, which takes a hundred times as long as the memory itself. Eq. 57-58 print
     the step size inside the orthogonal map, where it cancels. form=unit is the control: the same step in S's own
     direction.
     """

@@ -30,7 +30,7 @@ class WindowRule(SquaredError):
 
     Settings: ClassVar[type[Section]] = WindowSettings
     settings: WindowSettings
-    compiled_loss = "squared"  # features of another degree are wider, and C leaves them
+    compiled_loss = "squared"  # features of degree 2 are wider, and C does not serve them
 
     def __init__(self, settings: Section | None = None):
         super().__init__(settings)
@@ -44,11 +44,11 @@ class WindowRule(SquaredError):
         need(config.alpha == "head", "model.memory.alpha", config.alpha, allowed)
 
     def share(self, v: Tensor, own: Own) -> Tensor | None:
-        """A token's step is the sum of its window's: as long as one of Titans', at most."""
+        """A token's step is a sum over its window; the share keeps it at most as long as one step of Titans."""
         return self.shares(own).sum(-1).clamp(min=1).reciprocal()
 
     def features(self, x: Tensor) -> Tensor:
-        """phi(x) . phi(y) = (x . y + (x . y)^2 / 2) / 1.5: of length 1 where x is."""
+        """Features with phi(x) . phi(y) = (x . y + (x . y)^2 / 2) / 1.5; of length 1 if x is."""
         if self.settings.degree == 1:
             return x
         i, j = torch.triu_indices(x.shape[-1], x.shape[-1], device=x.device)

@@ -7,10 +7,10 @@ from titans_pt.kernels.memory.rules.base import RULES, SquaredError
 
 @RULES.register
 class Titans(SquaredError):
-    """The rule as :class:`titans_pt.kernels.memory.rules.Rule` has it."""
+    """The default update of :class:`titans_pt.kernels.memory.rules.Rule` with the squared error."""
 
     name: ClassVar[str] = "titans"
 
 
 TITANS = Titans()
-"""The rule where none is named."""
+"""The default rule."""

@@ -1,4 +1,4 @@
-"""Yaad of MIRAS (arXiv 2504.13173, Section 5): the Huber loss, which large errors move no more than middling ones."""
+"""Yaad of MIRAS (arXiv 2504.13173, Section 5): the Huber loss, whose gradient large errors do not increase."""
 
 from typing import ClassVar, Literal
 
@@ -14,12 +14,12 @@ class Yaad(Rule):
     """Huber loss of the error e = M(k) - v with a threshold d_t > 0 that the token sets, in Titans' scale (no half):
 
         radial      ||e||^2 if ||e|| <= d, else 2 d ||e|| - d^2           the paper's Eq. 15, for the whole vector
-        coordinate  the same for each coordinate of e, summed             what public implementations have
+        coordinate  the same for each coordinate of e, summed             as in public implementations
         switch      ||e||^2 if ||e|| <= d, else d sum |e_i|               the paper's update for Yaad, as printed
 
-    d is a softplus of a linear function of the token, times sqrt(D) but for coordinates: in units of the error's root
-    mean square. The paper does not say how it is made. At the threshold the gradient of ``switch`` jumps in length from
-    2 d to d sqrt(D).
+    d is a softplus of a linear function of the token. Except for coordinates it is multiplied by sqrt(D), which makes
+    it a threshold in units of the error's root mean square. The paper does not say how d is computed. At the threshold
+    the gradient of ``switch`` jumps in length from 2 d to d sqrt(D).
     """
 
     name: ClassVar[str] = "yaad"
