@@ -67,7 +67,7 @@ int forward(const Call *call, const Inputs *in, real *y, int64_t first, int64_t 
     return 0;
 }
 
-/* d_y -> d_x, d_past, d_taps, d_bias (NULL without a bias); the last three hold zeros before. */
+/* d_y -> d_x, d_past, d_taps, d_bias (NULL without a bias); the last two must hold zeros before the call. */
 int backward(const Call *call, const Inputs *in, const real *d_y, real *d_x, real *d_past, real *d_taps, real *d_bias,
              int64_t first, int64_t last) {
     int64_t D = call->channels, T = call->tokens, G = group(call), before = call->width - 1;

@@ -2,14 +2,14 @@
 
 Keys and queries are separate. A block's keys change the memory that the next block's keys use: :func:`key_side` and
 :func:`write` take one block after the other. A block's queries only read: :func:`read` takes any number of blocks at
-once. The backward pass has the reverse order: first :func:`read_backward` of all blocks, then :func:`write_backward` of
-one block after the other.
+once. The backward pass has the reverse order: first :func:`read_backward` of all blocks, then :func:`write_backward` and
+:func:`key_side_backward` of one block after the other.
 
 Shapes: N = B * H rows of one block, M = K * N of K blocks (block after block), c tokens of a block, D the head width.
 Layer n maps d_in to d_out. Names follow the mathematics: X the inputs of a layer on the key side, G the inner errors, Z
 the inputs on the query side; d_* is the gradient of the outer loss. The backward pass is the vector-Jacobian product of
 the forward pass, the inner gradient included: the second derivatives of the activation and of the LayerNorm appear in
-:func:`write_backward`.
+:func:`key_side_backward`.
 """
 
 from dataclasses import dataclass

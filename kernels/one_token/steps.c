@@ -7,7 +7,7 @@ For a vector of a few hundred numbers, a PyTorch operator takes longer than the 
 enum { IDENTITY, SILU, SIGMOID };
 
 /* y = weight x + bias, then in this order, each if given: a causal convolution, an activation, heads normalised to unit
-length, a rotation by the token's position, a factor, a term. All but weight may be NULL.
+length, a rotation by the token's position, a factor, a term. All but x, weight and out may be NULL.
 
 x (batch, inputs); weight (outputs, inputs); bias (outputs); taps (outputs, width), the token's own last; past and newest
 (batch, width - 1, outputs), the convolution's inputs before this token and before the next; cosine, sine (half a head);
@@ -134,7 +134,7 @@ void add(int64_t batch, int64_t width, const real *a, const real *w, const real 
         for (int64_t i = row * width; i < (row + 1) * width; i++) out[i] = a[i] + (w ? w[i - row * width] : 1) * b[i];
 }
 
-/* out = a + share (b - a); a, b, out (heads, width), share (heads). */
+/* out = a + part (b - a); a, b, out (heads, width), part (heads). */
 void blend(int64_t heads, int64_t width, const real *a, const real *b, const real *part, real *out) {
     for (int64_t head = 0; head < heads; head++)
         for (int64_t i = head * width; i < (head + 1) * width; i++) out[i] = a[i] + part[head] * (b[i] - a[i]);

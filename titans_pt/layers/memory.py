@@ -124,7 +124,7 @@ class MemoryNetwork(nn.Module):
 class NeuralMemoryState:
     """memory: see MemoryState. q, k, v: (B, conv_width - 1, d_model), the convolutions' last inputs.
 
-    start: M_0 of a memory that began after a prefix, not at the learned weights: L tensors (B, H, d_in, d_out), the same
+    start: M_0 of a memory that began after a prefix, not at the learned weights: L tensors (B, H, d_in, d_out), equal
     for every row, which share its storage. Kept by memories that forget to it or whose caches read it, otherwise None.
     caches: caches of a memory with caching, otherwise None.
     """

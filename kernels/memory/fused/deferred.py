@@ -2,8 +2,8 @@
 chunk_gradients is a kernel with one program per block, for gradients that no other chunk waits for.
 
 The keys of a later chunk use weights that are never stored, F = A W + B S - X^T (m G). W and S are those at the block's
-start, X and G belong to the block's earlier tokens, and m is the row of P theta of the token before the chunk
-(kernels.memory.dual.Deferred). The fp32 state is then read and written once per block, however short the chunks are.
+start, X and G belong to the block's earlier tokens, and m is the row of P theta of the token before the chunk. The fp32
+state is then read and written once per block, however short the chunks are.
 Every chunk reads the copies of W and S in the operands' dtype, which the queries also need. The first chunk uses the
 weights that the block was given. These are the weights at the block's start, or, if the block is the rest of a chunk
 that began before, the weights at that chunk's start.

@@ -1,6 +1,6 @@
 """Decoding: few tokens without a gradient, token by token, constant memory. One program per row (batch, head).
 
-The weights are processed in slices of the hidden layer, each read and written once per token. Products of a vector and
+The weights are processed in slices of the hidden layer, each written once per token. Products of a vector and
 a tile are sums in fp32. Packed weights: see scan.py.
 """
 

@@ -102,8 +102,8 @@ class NativeScan(torch.autograd.Function):
     """apply(plan, q, k, v, *coefficients, *threshold, *erasing, *norm, *begin, *W, *S, *F) -> (out, *W, *S, *F).
 
     All tensors are contiguous. q (n, N, c, D), k and v (n, N, keys, D); with plan.whole all three (B, n c, H, D).
-    coefficients: the fields of Coefficients for these keys, (gate_layers, n, N, ...); with plan.at_start A, B and
-    mix have only their last line.
+    coefficients: the fields of Coefficients for these keys, (gate_layers, n, N, ...); with plan.at_start and
+    a rule that does not erase, A, B and mix have only their last line.
     With plan.silent nothing is read: q only carries the tokens' shape, and out has no meaning.
     threshold: (n, N, keys, 1), for a loss that has one. erasing: for a rule that erases, theta (gate_layers, n, N, c)
     and Decay's fields; coefficients are then for theta = 1. Other arguments and the results are as in

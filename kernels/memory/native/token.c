@@ -1,5 +1,5 @@
 /* One token of a stream, for generation: the definition (naive.py) with the gradient written out, one row at a time. A
-row is one head of one batch row. Every weight set is read once or twice and written once; the dual form of scan.c is
+row is one head of one batch row. Every weight set is written once per token; the dual form of scan.c is
 meant for the tokens of a block together. Called through ctypes (token.py). */
 
 #include "network.h"

@@ -98,7 +98,7 @@ def divisor(number: int, most: int, even: bool = False) -> int | None:
 
 
 def fitting_attention(config: ModelConfig, length: int | None = None) -> dict[str, Any]:
-    """Defaults for :meth:`Mixer.defaults`: a window of at most ``length``, and n_heads if the usual number does not fit."""
+    """Defaults for :meth:`Mixer.defaults`: a window up to ``length``, and n_heads if the usual number does not fit."""
     found = {} if length is None else {"model.window": min(config.window, length)}
     if config.attention.head_width is not None:
         return found
