@@ -2,8 +2,8 @@
 
 Keys and queries are separate. A block's keys change the memory that the next block's keys use: :func:`key_side` and
 :func:`write` take one block after the other. A block's queries only read: :func:`read` takes any number of blocks at
-once. The backward pass has the reverse order: first :func:`read_backward` of all blocks, then :func:`write_backward` and
-:func:`key_side_backward` of one block after the other.
+once. The backward pass has the reverse order: first :func:`read_backward` of all blocks, then :func:`write_backward`
+and :func:`key_side_backward` of one block after the other.
 
 Shapes: N = B * H rows of one block, M = K * N of K blocks (block after block), c tokens of a block, D the head width.
 Layer n maps d_in to d_out. Names follow the mathematics: X the inputs of a layer on the key side, G the inner errors, Z
