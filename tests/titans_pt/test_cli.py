@@ -1,4 +1,4 @@
-"""The command line: what each mistake is answered with. All in this process but where the process is the matter."""
+"""The command line: the answer to each mistake. Tests run in this process unless they are about processes."""
 
 import errno
 import getpass
@@ -100,7 +100,7 @@ def test_wrong_words_are_one_line(failing, words, message):
 
 
 def test_help_says_a_default_once():
-    """Click shows an option's default; words of ours are for what has none of its own."""
+    """Click shows an option's default; our help text names one only where the option has none."""
     said = {
         (*words, option.opts[0]): option.to_info_dict()["default"]
         for words, command in leaves()
@@ -361,7 +361,7 @@ print("\\u4e2d", file=sys.stderr)
 
 
 def test_streams_that_a_shell_has_closed(tmp_path):
-    """A file that is opened later must not be given their numbers: messages would be written into it."""
+    """A file opened later must not get the closed streams' numbers: messages would be written into it."""
     shell = f'exec {sys.executable} -c "$PROGRAM" <&- >&- 2>&-'
     environment = os.environ | {"PROGRAM": CLOSED}
     done = subprocess.run(["sh", "-c", shell], cwd=tmp_path, env=environment)
@@ -390,7 +390,7 @@ def test_a_user_without_a_passwd_entry(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     for name in ("HOME", "USER", "LOGNAME", "LNAME", "USERNAME"):
         monkeypatch.delenv(name, raising=False)
-        monkeypatch.setenv(name, "x")  # so that what is set below is taken back
+        monkeypatch.setenv(name, "x")  # lets monkeypatch undo what is set below
         monkeypatch.delenv(name)
     usable_home()
     assert Path.home() == tmp_path / f"titans-{os.getuid()}" and getpass.getuser() == str(os.getuid())
@@ -411,7 +411,7 @@ def test_another_pipe_that_breaks_is_our_fault(monkeypatch, capfd):
 
 @pytest.mark.thorough
 def test_a_foreign_package_called_kernels_is_passed_over(tiny, tmp_path):
-    """Hugging Face publishes one; here it comes first on the path, seen from another folder."""
+    """Hugging Face publishes such a package; here it is first on the path, and the working folder is another one."""
     foreign = tmp_path / "foreign" / "kernels"
     foreign.mkdir(parents=True)
     (foreign / "__init__.py").write_text("raise SystemExit('the wrong kernels')\n")

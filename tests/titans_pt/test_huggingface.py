@@ -66,7 +66,7 @@ def loaded_elsewhere(tmp_path, *names):
 
 
 def from_pretrained(folder):
-    """In fresh memory: from_pretrained leaves weights in the mapped file, whose alignment moves sums' last bit."""
+    """Load into fresh memory: from_pretrained uses the mapped file, whose alignment changes the last bit of sums."""
     hub = transformers.AutoModelForCausalLM.from_pretrained(folder)
     for parameter in hub.parameters():
         parameter.data = parameter.data.clone()
@@ -75,7 +75,7 @@ def from_pretrained(folder):
 
 @pytest.fixture(scope="module")
 def byte_level(tmp_path_factory):
-    """A folder with a tokenizer.json of single bytes, of GPT-2's kind."""
+    """A folder with a byte-level tokenizer.json like GPT-2's."""
     folder = tmp_path_factory.mktemp("byte-level")
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE({c: i for i, c in enumerate(alphabet)}, []))
@@ -91,7 +91,7 @@ def byte_level(tmp_path_factory):
 def folders(request, tmp_path_factory, prepared, byte_level):
     folder = tmp_path_factory.mktemp("hf")
     model = {"tie_embeddings": False, "mixers": ["mal"]} if request.param == "untied" else {}
-    # Forgetting of models of version 0.1.0, whose settings do not name it.
+    # Forgetting as in version 0.1.0, whose settings do not name it.
     model["memory"] = {**TINY["model"]["memory"], "forget_to": "zero"}
     run = untrained_run(folder / "run", byte_level if request.param == "tokenizer.json" else prepared, **model)
     assert cli.run(["export", str(run), "--out", str(folder / "hf")]) == 0
@@ -100,7 +100,7 @@ def folders(request, tmp_path_factory, prepared, byte_level):
 
 
 def exact(run):
-    """The model settings of a run as an exported folder has them: room for the entries of the tokenizer alone."""
+    """The model settings of a run as an export has them: vocabulary rows for the tokenizer's entries alone."""
     return run.config.model.model_copy(update={"vocab_size": run.tokenizer.vocab_size})
 
 
@@ -161,7 +161,7 @@ def test_bos_comes_where_training_had_it(kind, tmp_path, prepared, byte_level):
 
 
 def test_control_tokens_stay_text_where_tokenizer_json_does_not_mark_them(tmp_path, byte_level):
-    """tokenizer_config.json alone names eos and pad; an exported folder's is another one."""
+    """Only tokenizer_config.json names eos and pad; an exported folder has another one."""
     tokenizer = tokenizers.Tokenizer.from_file(str(byte_level / "tokenizer.json"))
     tokenizer.add_tokens([tokenizers.AddedToken("<|pad|>", special=False)])
     tree = json.loads(tokenizer.to_str())
@@ -195,7 +195,7 @@ def test_generate_carries_the_state(folders, monkeypatch):
     out = hub.generate(prompt, max_new_tokens=12, do_sample=False)
     assert out[0, 25:].tolist()[: len(expected)] == expected
     assert lengths[0] == 25 and set(lengths[1:]) <= {1}
-    # A saved state goes on where it ended.
+    # A saved state continues where it ended.
     state = hub(prompt[:, :10]).state
     more = hub.generate(prompt[:, 10:], state=state, max_new_tokens=12, do_sample=False)
     assert more[0, 15:].tolist()[: len(expected)] == expected
@@ -249,7 +249,7 @@ def test_every_mixer(mixer, tmp_path, prepared):
 
 @pytest.fixture
 def own_mixer(tmp_path, monkeypatch):
-    """A registered mixer of a package of the user's; returns the package's folder."""
+    """Write a user's package with a registered mixer; return the package's folder."""
     package = tmp_path / "mine"
     package.mkdir()
     (package / "__init__.py").write_text("")
@@ -269,8 +269,10 @@ def own_mixer(tmp_path, monkeypatch):
 @pytest.mark.thorough
 @pytest.mark.timeout(900)
 def test_the_folders_carry_their_code(tmp_path, prepared, byte_level, own_mixer):
-    """Without this package, transformers alone gives the same logits, ids and texts: for all mixers
-    (rmt wants to be the only kind), both kinds of tokenizers, and a mixer from a package of the user's."""
+    """transformers gives the same logits, ids and texts without this package.
+
+    Covers all mixers (rmt allows no other beside it), both kinds of tokenizers, and a mixer from a user's package.
+    """
     together = [mixer for mixer in MIXERS.built_in() if mixer != "rmt"]
     models = {"all": {"mixers": together, "n_layers": len(together)}, "rmt": {"mixers": ["rmt"]},
               "untied": {"tie_embeddings": False, "mixers": ["mal"], "vocab_size": 257},
@@ -279,7 +281,7 @@ def test_the_folders_carry_their_code(tmp_path, prepared, byte_level, own_mixer)
         run = untrained_run(tmp_path / name, byte_level if name == "untied" else prepared, **model)
         huggingface.export_run(run, tmp_path / f"{name}-hf")
     runs = {name: load_run(tmp_path / name) for name in models}
-    shutil.rmtree(own_mixer)  # the folders are all there is
+    shutil.rmtree(own_mixer)  # only the exported folders remain
     for name, (kind, logits, ids, text) in loaded_elsewhere(tmp_path, *models).items():
         run = runs[name]
         with torch.no_grad():
@@ -294,7 +296,7 @@ def test_the_folders_carry_their_code(tmp_path, prepared, byte_level, own_mixer)
 
 
 def test_nothing_of_this_machine_is_told(folders):
-    """Neither the run's folder nor any other path, and nothing of the user; all files are as readable as any."""
+    """Exports contain no path, such as the run's folder, and nothing of the user; files have the usual permissions."""
     settings = json.loads((folders / "hf/config.json").read_text())["settings"]
     assert set(settings) == {"task", "model", "data", "train"}
     for path in (folders / "hf").iterdir():
@@ -333,7 +335,7 @@ def test_the_model_card_has_the_runs_figures(tmp_path, prepared):
 
 
 def test_a_folder_of_version_0_1_0(folders, tmp_path):
-    """It has the whole tree of the settings, with today's newer ones missing and former names, and no code."""
+    """Such a folder has all settings of its time, under former names and without newer ones, and no code."""
     old = tmp_path / "old"
     shutil.copytree(folders / "hf", old)
     for file in [*old.glob("*.py"), old / "README.md", old / "SHA256SUMS"]:
@@ -360,7 +362,7 @@ def test_a_folder_of_version_0_1_0(folders, tmp_path):
 
 @pytest.mark.parametrize("damage", ["flip", "zero", "cut"])
 def test_every_damaged_file_of_an_export_is_found(folders, fails, tmp_path, damage):
-    """By titans import, by train.init_from, and by sha256sum; an export again mends it."""
+    """titans import, train.init_from and sha256sum find the damage; a new export repairs it."""
     shutil.copytree(folders / "hf", tmp_path / "hf")
     files = [path for path in sorted((tmp_path / "hf").iterdir()) if path.suffix in (".safetensors", ".json", ".model")]
     assert len(files) >= 3

@@ -84,7 +84,7 @@ def test_stops_before_a_stop_id_and_at_the_limit():
     assert list(streaming.greedy(counting, *start, 10, {ord("e")})) == list(b"bcd")
     reads = counting.reads
     assert list(streaming.greedy(counting, *start, 1)) == list(b"b")
-    assert counting.reads == reads  # the last token is not read back for nothing
+    assert counting.reads == reads  # the last token is not read: no token follows
 
 
 def test_sampling_is_a_function_of_the_seed(recurrent):

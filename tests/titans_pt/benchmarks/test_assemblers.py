@@ -1,4 +1,4 @@
-"""Two assemblers of Triton's kernels: which is the second, and what their tests tell."""
+"""Two assemblers for Triton's kernels: choice of the second one, and comparison of test results."""
 
 import pytest
 

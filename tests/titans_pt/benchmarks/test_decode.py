@@ -25,7 +25,7 @@ def test_every_named_mixer_has_a_row(tmp_path, capsys):
 
 
 def test_which_models_are_timed(tmp_path, monkeypatch):
-    """Each with the file's own settings of its mixers; MAC's segment is 64 in the quickstart's file."""
+    """Each model keeps the file's settings of its mixer; MAC's segment is 64 in the quickstart's file."""
     found = {}
     monkeypatch.setattr("titans_pt.benchmarks.decode.measure", lambda configs, *_: found.update(configs) or [])
     monkeypatch.setattr("titans_pt.benchmarks.decode.table", lambda _: "")

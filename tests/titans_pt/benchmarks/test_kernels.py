@@ -42,7 +42,7 @@ def test_what_fails_its_check_is_not_timed(tmp_path, monkeypatch):
 
 
 def test_limits_are_what_roundings_cost(monkeypatch):
-    """bf16: an error of a rounding passes, one of ten does not; figures that a limit rests on are those of the case."""
+    """In bf16, the error of one rounding passes and that of ten does not; limits rest on the case's own figures."""
     monkeypatch.setattr(kernels, "CHECKED", 40)
 
     def rounded(times):
@@ -87,7 +87,7 @@ def test_the_compiled_dual_form_passes_its_check(monkeypatch):
 
 
 def test_gated_delta_rule_is_checked_against_its_recurrence():
-    """One token: q . k (beta (v - 0)); two with the same key: the second corrects what the first left."""
+    """One token gives q . k (beta (v - 0)); a second token with the same key corrects what the first left."""
     x = kernels.inputs(1, 2, 1, "cpu", torch.float64)
     x["k"] = x["k"][:, :1].expand_as(x["k"])
     out = kernels._delta_recurrence(x)

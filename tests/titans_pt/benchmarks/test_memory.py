@@ -11,7 +11,7 @@ from titans_pt.benchmarks import memory
 @pytest.mark.thorough
 @pytest.mark.parametrize("other", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_short_benchmark(other, tmp_path, capsys, monkeypatch):
-    """Alone, and beside titans-pytorch."""
+    """Run the benchmark alone, and beside titans-pytorch."""
     if not other:
         monkeypatch.setattr(memory, "find_spec", lambda name: None)
     memory.benchmark_memory(tmp_path, rounds=1, longest=1024)

@@ -12,19 +12,21 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="counts in Tri
 
 
 def test_counts_are_those_of_the_kernels(interpreter):
-    """The scan moves its state, the copies of it and the weights that keys meet (tests/kernels/memory/fused/
-    test_traffic.py), and 64 numbers a token each way besides."""
+    """The scan moves its state, copies of the state and the weights that keys are multiplied by.
+
+    tests/kernels/memory/fused/test_traffic.py counts these. The scan also moves rows of 64 numbers for each token.
+    """
     counts = roofline.count(expansion=1)
     assert set(counts) == {"coefficients", "scan", "read", "read_backward", "scan_backward", "coefficients_backward"}
     scan = counts["scan"]
     size = 2 * 64 * 64
-    assert scan.loaded["W"] + scan.stored["W"] == pytest.approx(2 * 4 * size, rel=0.5)  # once a block, and the set-up
+    assert scan.loaded["W"] + scan.stored["W"] == pytest.approx(2 * 4 * size, rel=0.5)  # each block, and the set-up
     weights = size * (
         2 * 2 * 4 + 2 * 2 + 1.5 * 2 * 2
-    )  # W and S; their copies; frozen weights and M_0, outer ones twice
+    )  # W and S; their copies; frozen weights and M_0, the outer matrices twice
     # k, v; f, error; hidden and active, there and back; pulled, bent
     tokens = 64 * 64 * (4 * 2 + 2 * 2 + 4 + 6 * 2)
-    assert scan.moved == pytest.approx(weights + tokens, rel=0.25)  # the set-up of a group moves a set more
+    assert scan.moved == pytest.approx(weights + tokens, rel=0.25)  # the set-up of a group moves one more set
     assert scan.distinct < scan.moved
     assert scan.operations == 7 * 2 * 64**3  # two forward, one back, two writes of two matrices
     assert counts["scan_backward"].moved > 1.5 * scan.moved

@@ -1,4 +1,4 @@
-"""The training benchmark at the smallest size: every case is measured, what fails says why."""
+"""The training benchmark at the smallest size: every case is measured, and failures say why."""
 
 import csv
 import json

@@ -1,4 +1,4 @@
-"""Other launches of the kernels: which are tried, that they compute the same, what is left of them."""
+"""Trials of other kernel launches: which are tried, that they compute the same, and the table of results."""
 
 import copy
 

@@ -121,7 +121,7 @@ def test_where_nothing_can_be_written_nothing_begins(words, option, tmp_path, ca
 
 
 def test_every_option_that_is_written_to_is_checked():
-    """Its name is --out, or its help says that it keeps something."""
+    """Options that are written to are named --out, or their help says that they keep something."""
     found = {(*words, option.opts[-1]) for words, option in PLACES}
     outs = {(*words, "--out") for words, command in LEAVES.items() for p in command.params if "--out" in p.opts}
     assert found == outs | {("generate", "--save-state")}
@@ -140,7 +140,7 @@ def test_all_other_paths_are_read_and_expanded(monkeypatch):
 
 @pytest.mark.parametrize("name", list(cli.program.commands))
 def test_where_a_command_writes_is_something_that_it_takes(name):
-    """cli.py names it as the remedy for a full disk."""
+    """cli.py names this option or setting as the remedy for a full disk."""
     own = [command for words, command in LEAVES.items() if words[0] == name]
     options = {option for command in own for parameter in command.params for option in parameter.opts}
     writes = cli.program.commands.writes(name)

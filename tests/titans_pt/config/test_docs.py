@@ -1,4 +1,4 @@
-"""The JSON schema and the page of settings: current, complete, and what the program itself takes."""
+"""The JSON schema and the page of settings: current, complete, and equal to what the program accepts."""
 
 import json
 from functools import cache

@@ -98,7 +98,7 @@ def test_inside_its_folder(project, monkeypatch):
 
 
 def test_paths_of_a_run_are_not_expanded_again(project, monkeypatch):
-    """They were when it was started; an earlier version took ~ for the name of a folder."""
+    """Paths were expanded when the run was started; an earlier version took ~ for the name of a folder."""
     Path("given.yaml").write_text("run: {dir: ~/run}\ndata: {dir: $PLACE/data}")
     monkeypatch.setenv("HOME", str(project))
     monkeypatch.setenv("PLACE", str(project))

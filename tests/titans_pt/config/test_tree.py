@@ -28,7 +28,7 @@ def test_what_an_earlier_version_stored():
     tree = copy.deepcopy(whole)
     tree["train"].pop("compile")
     assert completed(tree) == whole
-    own = tree["model"].pop("mac")  # its settings stood among all mixers' once
+    own = tree["model"].pop("mac")  # once beside the settings of all mixers
     tree["model"] |= {"segment": 64, "memory_tokens": 32}
     assert completed(tree)["model"] == whole["model"] | {"mac": own | {"segment": 64, "memory_tokens": 32}}
     tree["model"]["mixers"] = ["lmm"]
@@ -38,7 +38,7 @@ def test_what_an_earlier_version_stored():
 
 @pytest.fixture
 def newer(monkeypatch):
-    """A setting that stored trees may lack, and that was False before it existed; its default is True."""
+    """A stored tree without a newer setting: False before the setting existed, True by default today."""
     monkeypatch.setattr(module, "FORMER_DEFAULTS", {"model.memory.writes": False})
     tree = checked(Config()).model_dump(mode="json")
     tree["model"]["memory"].pop("writes")
@@ -61,7 +61,7 @@ def test_every_former_value_is_one_of_its_setting():
 
 @pytest.mark.parametrize("depth, steps", [(1, "small"), (2, "small"), (3, "full"), (4, "full")])
 def test_a_deep_memory_goes_on_with_the_steps_it_began_with(depth, steps):
-    """And one of two matrices, whose steps never changed, is no other model because of a setting that says so."""
+    """A memory of one or two matrices, whose steps never changed, is the same model with the new setting."""
     config = checked(Config(model=ModelConfig(memory=MemoryConfig(depth=depth))))
     tree = config.model_dump(mode="json")
     del tree["model"]["memory"]["deep_steps"]
@@ -70,7 +70,7 @@ def test_a_deep_memory_goes_on_with_the_steps_it_began_with(depth, steps):
 
 
 def test_a_memory_beside_attention_stays_as_it_was_converted():
-    """Earlier versions added it, after projections with SiLU."""
+    """Earlier versions added the memory to attention, after projections with SiLU."""
     config = checked(Config(model=ModelConfig(mixers=["mab"])))
     tree = config.model_dump(mode="json")
     assert (tree["model"]["mab"]["join"], tree["model"]["memory"]["projections"]) == ("mixed", "affine")

@@ -38,7 +38,7 @@ def test_they_are_expanded_wherever_a_setting_is_a_path(tmp_path):
     tree = load_config(tmp_path / "config.yaml", ["run.dir=~/a"], model=False).model_dump()
     found = []
     mapped(tree, Config, lambda value, kinds, path: found.append((path, value)) if kinds.get(str) else None)
-    # Two settings can name a file and here are other things: sources that are the hub's, tasks of the package.
+    # Two settings that can hold a path hold something else here: a data set of the hub, a task of the package.
     assert {value for _, value in found} == {"/home/a"}
     assert len(found) == 12
 

@@ -1,4 +1,4 @@
-"""Meaning of a word without quotes, in files and on the command line; keys that stand twice; aliases."""
+"""Meaning of unquoted words in files and on the command line; duplicate keys; aliases."""
 
 import shlex
 

@@ -19,7 +19,7 @@ from titans_pt.tasks.language import Language
 
 @pytest.fixture
 def essays(tmp_path, monkeypatch):
-    """A folder with one essay; sentences end where a simple rule says, so that nothing has to be fetched."""
+    """A folder with one essay; a simple rule splits sentences, which needs no download."""
     folder = tmp_path / "essays"
     folder.mkdir()
     (folder / "garden.txt").write_text(ESSAY)
@@ -34,7 +34,7 @@ def essays(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="session")
 def sentencepiece(tmp_path_factory):
-    """The project's own tokenizer, small, trained on text like that of the tasks."""
+    """A small tokenizer of the project's own kind, trained on text like the tasks'."""
     random = Random(0)
     texts = [f"{ESSAY} {ruler_words.NEEDLE} {ruler.NOISE}\n{ruler.HEAD}\n{ruler_words.QUESTION} {ruler_words.PREFIX}"]
     texts += [ruler.draw(kind, random) for kind in ("words", "numbers", "uuids") for _ in range(200)]

@@ -24,7 +24,7 @@ def made(tokenizer, essays, model=None, **changes):
 
 
 def test_a_length_that_is_short_for_one_sample_is_refused_before_any_is_read(sentencepiece, essays):
-    """Stories differ in length: the first of them may fit and another not. The remedy serves all."""
+    """Stories differ in length: the first may fit and another not. The length that the error names fits all."""
     with pytest.raises(UserError, match=r"evaluation.babilong.lengths: given 60; .* need (\d+), room") as caught:
         made(sentencepiece, essays, wording="plain", lengths=[60, 3000], samples=20)
     needed = int(re.search(r"need (\d+)", str(caught.value))[1])

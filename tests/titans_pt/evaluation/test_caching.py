@@ -35,7 +35,7 @@ def test_a_run_is_measured_with_and_without(tmp_path, prepared, capsys):
 
 
 def test_the_weights_are_those_of_the_model_that_was_trained_without(tmp_path, prepared):
-    """An evaluation reads the output of a model of these settings with the same weights."""
+    """The evaluated model gives the output of a model with these settings and the same weights."""
     run = load_run(untrained_run(tmp_path / "run", prepared, mixers=["mag"]), overrides=AVERAGE[:1])
     caching = run.config.evaluation.caching
     model = run.config.model
@@ -54,7 +54,7 @@ def test_the_weights_are_those_of_the_model_that_was_trained_without(tmp_path, p
 @torch.no_grad()
 @pytest.mark.parametrize("trained", [{"segment": 8}, {"segment": 8, "shares": "change", "fresh": True}])
 def test_the_caches_of_a_run_that_has_them_are_changed(trained, tmp_path, prepared):
-    """Longer segments, of which more are kept; the rest as the run was trained, learned shares included."""
+    """Segments become longer and more are kept; all else stays as trained, learned shares included."""
     path = untrained_run(tmp_path / "run", prepared, mixers=["lmm"], memory={"caching": trained})
     run = load_run(path, overrides=["evaluation.caching={segment: 16, slots: 2}"])
     found = cache_memories(run.model, run.config.evaluation.caching)
@@ -69,7 +69,7 @@ def test_the_caches_of_a_run_that_has_them_are_changed(trained, tmp_path, prepar
 
 @torch.no_grad()
 def test_the_last_tokens_of_a_prompt_alone_read_the_caches(tmp_path, prepared):
-    """Whatever the stretches, and after a kill between them."""
+    """The length of the stretches and a kill between them change nothing."""
     run = load_run(untrained_run(tmp_path / "run", prepared, mixers=["lmm"], n_layers=2))
     for parameter in run.model.parameters():
         parameter.add_(0.2 * torch.randn_like(parameter))

@@ -46,7 +46,7 @@ def request(*args):
 
 
 def likelihood(run, ids, first):
-    """The likelihood of ids[first:] by one call."""
+    """(log-likelihood of ids[first:], whether they are the greedy choice), from one call."""
     with torch.no_grad():
         logits, _ = run.model(torch.tensor([ids]))
     p = logits[0, first - 1 : -1].log_softmax(-1)
@@ -100,7 +100,7 @@ def test_a_rolling_likelihood_is_lm_evals_window_by_window(loaded):
     for length in (len(ids), 10**6):
         lm = commonsense.TitansLM(loaded, prefill_tokens=5, max_length=length)
         assert lm.loglikelihood_rolling([request(text)])[0] == pytest.approx(stream, rel=1e-4)
-    size = len(ids) // 2 - 1  # two windows, and a third that is filled up with tokens of the second
+    size = len(ids) // 2 - 1  # two windows, and a third completed with tokens of the second
     parts = whole[: size + 1], whole[size : 2 * size + 1], whole[len(ids) - size :]
     expected = [likelihood(loaded, part, part_begin)[0] for part, part_begin in
                 zip(parts, (1, 1, size + 1 - (len(ids) - 2 * size)), strict=True)]  # fmt: skip
@@ -166,7 +166,7 @@ def test_sets_that_are_damaged_are_one_line(loaded, tmp_path, text, message):
 
 
 def test_needles_through_lm_eval_score_as_in_our_runner(run, tmp_path, monkeypatch, loaded):
-    """lm-eval's niah_single_1 (its prompt parts, its score) on our samples, by a model that sometimes finds them."""
+    """Run lm-eval's niah_single_1 (its prompt parts and score) on our samples; the model finds some of them."""
 
     def sometimes(text):
         return copies(text) if int(re.search(r"is: (\d+)", text)[1]) % 2 else "?"
@@ -186,7 +186,7 @@ def test_needles_through_lm_eval_score_as_in_our_runner(run, tmp_path, monkeypat
     (tmp_path / "niah_single_1.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     stock = (commonsense.Path(lm_eval.__file__).parent / "tasks/ruler/niah_single_1.yaml").read_text()
     local = tmp_path / "stock.yaml"
-    # The same task, but its samples come from a file, and its helpers (which fetch tables) from where they are.
+    # The same task, but its samples come from a file, and its helpers (which fetch tables) from lm_eval itself.
     kept = [line for line in stock.splitlines() if not line.startswith(("custom_dataset", "process_results"))]
     names = "process_results, aggregate_metrics"
     (tmp_path / "common_utils.py").write_text(f"from lm_eval.tasks.ruler.common_utils import {names}\n")

@@ -68,7 +68,7 @@ def test_a_damaged_summary_is_one_line(tmp_path):
 
 
 def task_of(summary):
-    """A task that a summary has."""
+    """Return the first task in a summary."""
     return next(iter(next(summary[suite] for suite in ("needle", "babilong") if suite in summary)["tasks"]))
 
 

@@ -15,7 +15,7 @@ from titans_pt.evaluation import generation
 
 
 class Decoder:
-    """Counterpart of data_pipeline.StreamDecoder for the tokens that are characters."""
+    """Counterpart of data_pipeline.StreamDecoder for a tokenizer of characters."""
 
     def __init__(self, tokenizer, continues, unfinished):
         assert continues and not unfinished
@@ -64,7 +64,7 @@ def test_many_prompts_are_each_continued_as_if_alone(sentencepiece, run, capsys)
     assert [line["prompt"] for line in lines] == asked and [line["text"] for line in lines] == texts
     assert [line["prompt_tokens"] for line in lines] == [len(sentencepiece.encode(prompt)) for prompt in asked]
     assert texts == [generation.generate("anywhere", prompt, max_new_tokens=12) for prompt in asked]
-    # One without text is the beginning of a document.
+    # A prompt without text is the beginning of a document.
     assert generation.generate_batch("anywhere", ["A", ""], 12, batch=1)[1] == new_text(run, [sentencepiece.eos_id], 12)
     drawn = generation.generate_batch("anywhere", asked, 12, temperature=1.0, seed=5, batch=4)
     assert drawn == [generation.generate("anywhere", prompt, 12, 1.0, seed=5 + i) for i, prompt in enumerate(asked)]
@@ -130,7 +130,7 @@ def test_a_character_that_is_cut_comes_whole_with_the_next_text(sentencepiece, r
 
 @pytest.fixture
 def prompts(monkeypatch):
-    """The prompts that the command hands on."""
+    """The prompts that the command passes on."""
     found = []
     monkeypatch.setattr(evaluation, "generate", lambda run, prompt, *rest, **more: found.append(prompt))
     return found
@@ -143,7 +143,7 @@ def test_a_prompt_from_a_file_or_standard_input(prompts, tmp_path, monkeypatch):
     assert cli.run(["generate", "run", "--prompt-file", "-"]) == 0
     (tmp_path / "windows.txt").write_bytes(b"a\r\n\r\nb\r\n\r\n")
     assert cli.run(["generate", "run", "--prompt-file", str(tmp_path / "windows.txt")]) == 0
-    # What an editor puts at the end is not part of the prompt; an empty last line is.
+    # The line end that an editor adds is not part of the prompt; an empty last line is.
     assert prompts == ["gr\u00fcn", "r\u00f6d", "a\r\n\r\nb\r\n"]
 
 

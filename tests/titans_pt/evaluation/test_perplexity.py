@@ -24,7 +24,7 @@ RECURRENT = Recurrent().eval()
 
 
 def direct(model, ids):
-    """float64 (T - 1,) by one call."""
+    """Losses of all tokens from one call, float64 (T - 1,)."""
     with torch.no_grad():
         logits, _ = model(torch.tensor(ids[None, :-1]))
     return F.cross_entropy(logits[0], torch.tensor(ids[1:]), reduction="none").double().numpy()
@@ -113,7 +113,7 @@ def test_one_token_has_no_stderr(run):
 
 
 def test_a_frozen_memory_is_one_that_is_not_written(tmp_path, prepared):
-    """Frozen from the start: the model whose memory is switched off when it is built. Later: equal up to there."""
+    """Frozen from the start: equal to a model built without writes. Frozen later: equal to a live one up to there."""
     run = load_run(untrained_run(tmp_path / "run", prepared))
     off = load_run(untrained_run(tmp_path / "off", prepared, memory={"writes": False}))
     ids = torch.arange(60) * 7 % 256

@@ -82,7 +82,7 @@ def test_samples_of_the_project_tokenizer(sentencepiece, essays):
     @settings(max_examples=40, deadline=None)
     def samples(task, length, depth, index):
         sample, _ = check(it, task, length, single_or_none(task, depth), index)
-        # One more word or line would be too long: a line of noise is the longest.
+        # One more word or line would not fit; a line of noise is the longest.
         longest = max(len(sentencepiece.encode(x)) for x in (ruler.NOISE, "a " + ruler_words.NEEDLE + " " + "0" * 80))
         assert length - NEW - len(sample.ids) <= (1 + longest if ruler.TASKS[task].haystack != "essays" else 20)
 
@@ -102,7 +102,7 @@ def test_samples_of_a_tokenizer_that_merges_over_lines(task, essays):
 ])  # fmt: skip
 def test_a_sample_begins_as_documents_did_in_training(kind, task, essays):
     plain, tokenizer = made(kind(), essays), kind()
-    tokenizer.begin = (EOS,)  # as GPT-2's, which has one piece for both ends
+    tokenizer.begin = (EOS,)  # like GPT-2's, which has one token for both ends
     it = made(tokenizer, essays)
     depth = single_or_none(task, 50)
     without, sample = plain.sample(task, 1500, depth, 0), check(it, task, 1500, depth, 0)[0]
@@ -172,7 +172,7 @@ def test_depths_of_the_protocol(essays):
 
 @pytest.fixture(scope="module")
 def reference():
-    """RULER's sample builder and its template, as lm-eval has them, with fewer words: it lists all pairs of them."""
+    """RULER's sample builder and template from lm-eval, with fewer words, since the builder lists all pairs."""
     nltk, wonderwords = pytest.importorskip("nltk"), pytest.importorskip("wonderwords")
     lm_eval = pytest.importorskip("lm_eval")
     words = {"nouns": [f"oak tree {i}" for i in range(200)], "adjectives": [f"old{i}" for i in range(200)], "verbs": []}
@@ -200,7 +200,7 @@ def test_prompts_are_those_of_the_reference(task, reference, essays, monkeypatch
             units, noise, type_haystack=types[kind.haystack], num_needle_k=kind.keys, type_needle_k=kind.key,
             num_needle_v=kind.values, type_needle_v=kind.value, template=template, num_needle_q=kind.queries,
         )  # fmt: skip
-        # What it has drawn, read off its text.
+        # The keys and values that it drew, read from its text.
         pattern = r"One of the special magic \w+ for (.+?) is: (\S+)\."
         told = re.findall(pattern, text)
         keys = asked.replace(", and ", ", ").split(", ")
@@ -242,7 +242,7 @@ def test_keys_are_pairs_of_words():
 
 @pytest.mark.parametrize("tokenizer", [Characters(), OverLines()])
 def test_a_length_without_room_is_refused(tokenizer, essays):
-    """All samples are drawn at once: what the remedy names is enough for each of them."""
+    """All samples are drawn at once: the length that the error names is enough for each."""
     with pytest.raises(UserError, match=r"evaluation\.needle\.lengths: given 200; .* need (\d+), room") as caught:
         made(tokenizer, essays, tasks=["niah_single_1"], lengths=[200], samples=20)
     needed = int(re.search(r"need (\d+)", str(caught.value))[1])

@@ -53,7 +53,7 @@ def test_writes_everything_and_says_where(copying, capsys):
         picture = imread(path)
         assert min(picture.shape[:2]) > 300 and len(np.unique(picture.reshape(-1, picture.shape[2]), axis=0)) > 50
     assert "unigram baseline" in out and "100 [51, 100] 4" in out
-    # Nothing else, no temporary file.
+    # No other files, and no temporary ones.
     assert len(list(folder.iterdir())) == 3 and len(list(copying.folder.plots.iterdir())) == 4
 
 
@@ -73,10 +73,10 @@ def test_a_rerun_does_only_what_is_missing(copying, capsys):
     assert 500 < copying.model.reads - reads < 1000  # one sample of 600
     assert single(again)["mean"] == 1.0 and again["perplexity"] == first["perplexity"]
 
-    # More of the same: what is there is kept, what is new is added.
+    # A larger grid: the old results are kept, new ones are added.
     wider = evaluate("anywhere", ["evaluation.needle.lengths=[600]", "evaluation.needle.depths=[0, 50, 100]"])
     assert single(wider)["n"] == 6 and len(lines(path)) == 6
-    # And less of it: the summary is of what was asked.
+    # A smaller grid: the summary covers only the samples asked for.
     assert single(evaluate("anywhere", [*SMALL, "evaluation.needle.samples=1"]))["n"] == 2
     assert len(lines(path)) == 6
 
@@ -112,7 +112,7 @@ def test_ranks_cover_all_once_and_the_last_one_sums_up(copying, monkeypatch, cap
         assert [len(part) for part in parts] == [2, 1, 1]
         assert len({record["key"] for part in parts for record in part}) == 4
 
-    # One process goes on from the parts of three.
+    # One process continues from the parts of three.
     reads = copying.model.reads
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name)

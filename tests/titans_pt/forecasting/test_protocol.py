@@ -53,7 +53,7 @@ def test_etth1_has_as_many_test_windows_as_everybody_counts():
 
 
 def test_errors_and_baselines_by_hand():
-    """No window is dropped, whatever fits into memory at a time."""
+    """No window is dropped, however many are computed at once."""
     windows = protocol.Windows(np.array([[0.0], [1], [3], [6], [10], [15]], np.float32), 2, 2)
     for at_once in (1, 4, 100):
         mse, mae = protocol.errors(protocol.last_value(2), windows, at_once)
@@ -80,7 +80,7 @@ def test_a_name_without_its_file(tmp_path):
     (tmp_path / "weather.csv").write_text("date,a\n2020-01-01 00:00,1\n2020-01-01 00:10,2\n2020-01-01 00:40,3\n")
     found = load("Weather", tmp_path)
     assert season(found) == ("last day", 144) and "1 of 2 steps" in found.notes[0], "rows as everybody takes them"
-    with pytest.raises(UserError, match="gap"):  # somebody's own file of that name, by its path
+    with pytest.raises(UserError, match="gap"):  # a user's file of that name, by its path
         load(str(tmp_path / "weather.csv"), tmp_path)
     own = load(str(tmp_path / "weather.csv"), tmp_path, gaps="fill")
     assert own.name == "weather" and season(own) == ("last day", 144)
@@ -90,7 +90,7 @@ def test_a_name_without_its_file(tmp_path):
     "text", ["date,a\n\n\n2020-01-01,1\n2020-01-02,2\n2020-01-03,3\n", "date,a\n199001,1\n199002,2\n199003,3\n"]
 )
 def test_a_users_own_file_may_have_a_benchmarks_name(tmp_path, text):
-    """Lines without anything, and dates that need a format: neither is looked at as the benchmark's."""
+    """Empty lines and dates that need a format are not checked as in the benchmark's file."""
     for name in ("traffic.csv", "cars.csv"):
         (tmp_path / name).write_text(text)
     form = "%Y%m" if "199001" in text else None
@@ -109,7 +109,7 @@ REAL = {"ETTh1": (0.438, 0.427), "ETTh2": (0.373, 0.397), "simbench-generation":
 """MSE and MAE of ridge at a lookback of 96, mean over the horizons 96, 192, 336, 720."""
 
 
-@pytest.mark.slow  # real series, and minutes of linear algebra
+@pytest.mark.slow  # needs real series and minutes of linear algebra
 @pytest.mark.parametrize("name", REAL)
 def test_the_linear_row_of_a_real_series(name):
     folder = Path(os.environ.get("TITANS_ETT", "data/ett"))

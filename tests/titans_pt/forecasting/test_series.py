@@ -1,4 +1,4 @@
-"""Reading a CSV file of the user's: what is found, what is filled, and one clear line for what is wrong."""
+"""Reading a user's CSV file: what is found, what is filled, and one clear line for each mistake."""
 
 from datetime import datetime, timedelta
 
@@ -157,7 +157,7 @@ def test_parts_of_a_date_beside_a_date_are_channels(write):
 
 
 def test_columns_that_are_none(write):
-    """A separator at the end of each line is no column; a named column without numbers is told with a remedy."""
+    """A separator at the end of each line is no column; a named column without numbers is refused with a remedy."""
     assert read_csv(write("date,a,\n2020-01-01,1,\n2020-01-02,2,\n2020-01-03,3,\n")).columns == ["a"]
     assert read_csv(write("date|a\n2020-01-01|1\n2020-01-02|2\n2020-01-03|3\n")).columns == ["a"]
     path = write("date,a,b\n2020-01-01,1,\n2020-01-02,2,\n2020-01-03,3,\n")

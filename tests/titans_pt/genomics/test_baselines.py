@@ -1,4 +1,4 @@
-"""Baselines of a set: counted by hand on sets in which they are known."""
+"""Baselines of a labelled set, on sets for which they are known by hand."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Files out of Debian's packages, without a network: an archive that is made here."""
+"""Files from Debian's packages, without a network: the tests make the archive."""
 
 import hashlib
 import io
@@ -13,7 +13,7 @@ from titans_pt.tools.cache import cache_folder
 
 
 def deb(files: dict[str, bytes]) -> bytes:
-    """An ar archive with what Debian's have: their version, control files, the files."""
+    """An ar archive with the members of a Debian package: format version, control files, files."""
     tree = io.BytesIO()
     with tarfile.open(fileobj=tree, mode="w:xz") as tar:
         for name, data in files.items():

@@ -1,4 +1,4 @@
-"""Labelled sets: every layout, cut from a genome or as it stands, and what is wrong as one line."""
+"""Labelled sets: every layout, cut from a genome or complete, and one line for each mistake."""
 
 import gzip
 from pathlib import Path
@@ -36,14 +36,14 @@ def folder(tmp_path) -> Path:
 
 
 def test_intervals_are_cut_from_the_genome(folder, genome):
-    """Half-open, from 0; on strand - the other strand; chromosomes with or without "chr"; lower case is upper case."""
+    """Intervals are half-open, from 0; strand - gives the other strand; "chr" is optional; lower case is upper case."""
     found = read_set(folder, genome)
     assert found.classes == ("negative", "positive")
     assert found.train.sequences == [b"ACGT", b"GGGG", b"TGGTC"] and found.train.labels.tolist() == [0, 0, 1]
 
 
 def test_sequences_as_they_stand(tmp_path):
-    """FASTA, a folder of text files a class, a table: the same set."""
+    """FASTA files, a folder of text files per class, and a table give the same set."""
     made: list[LabelledSet] = []
     for kind in ("fasta", "texts", "table"):
         root = tmp_path / kind
@@ -81,7 +81,7 @@ def broken(folder: Path, name: str, rows: bytes):
     (folder / "train" / name).write_bytes(rows)
 
 
-# The messages are the tests' names: those of bytes would hold the time at which gzip made them, other in each worker.
+# The messages are the tests' ids: gzip puts the time into the bytes, and ids of bytes would differ between workers.
 @pytest.mark.parametrize("rows, message", [
     (gzip.compress(b"id,chrom,start,end,strand\n"), r"negative.csv.gz: has no column 'region' \(id, chrom, start"),
     (intervals("0,chr1,0,99,+"), r"chr1:0-99 ends beyond chr1, which has 15 bases; name the genome"),

@@ -1,4 +1,4 @@
-"""A converted model as a Hugging Face folder: padded prompts, and states that go on."""
+"""A converted model as a Hugging Face folder: padded prompts, and continued states."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ from titans_pt.runs.loaded import load_run  # noqa: E402
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory, prepared):
-    """``run``, converted, its memories as if they had been trained; ``hf``, its export."""
+    """A folder with a converted ``run``, its memories changed as by training, and its export ``hf``."""
     folder = tmp_path_factory.mktemp("converted")
     source = untrained_run(folder / "source", prepared, mixers=["attention"], n_layers=3, d_model=32, n_heads=4,
                            init_std=0.3, attention={"kv_heads": 2})  # fmt: skip
@@ -75,7 +75,7 @@ def test_padding_on_the_left_and_states_change_nothing(folder, hub):
 
 @torch.no_grad()
 def test_a_document_is_read_once_and_asked_later(folder, tmp_path, capsys):
-    """titans generate --save-state, then --state: as if the document's tokens came before the question's."""
+    """``--save-state``, then ``--state``, equals a prompt of the document's tokens and the question's."""
     state, text = tmp_path / "document", "abc def ghij klmn op " * 20
     words = ["generate", str(folder / "run"), "--temperature", "0", "--max-new-tokens", "10"]
     assert cli.run([*words[:2], "--prompt", text, "--max-new-tokens", "0", "--save-state", str(state)]) == 0

@@ -1,4 +1,4 @@
-"""Folders that are exported into a second time, by another run, after a kill, or where something else lies."""
+"""Exports into a folder that holds an earlier export, another run's, a killed one's, or other files."""
 
 import importlib
 import json
@@ -47,7 +47,7 @@ def names(folder) -> set[str]:
 @pytest.mark.thorough
 @pytest.mark.parametrize(("first", "second"), [("words", "bytes"), ("bytes", "words")])
 def test_a_second_export_leaves_nothing_of_the_first(runs, tmp_path, first, second):
-    """Neither its tokenizer nor shards, code, or settings of generation; files of the user's stay."""
+    """The first export's tokenizer, shards, code and generation settings are gone; the user's files stay."""
     folder = huggingface.export_run(runs / first, tmp_path / "hf")
     model = AutoModelForCausalLM.from_pretrained(folder)
     (folder / "model.safetensors").unlink()
@@ -92,7 +92,7 @@ class Killed(BaseException):
 @pytest.mark.thorough
 @pytest.mark.parametrize("moved", [0, 3, 30])
 def test_an_export_that_was_cut_short_is_no_model(runs, tmp_path, monkeypatch, moved):
-    """With any number of files in place: what reads the folder refuses it; the next export completes it."""
+    """However many files are in place, readers refuse the folder; the next export completes it."""
     folder = huggingface.export_run(runs / "bytes", tmp_path / "hf")
     replace, left = os.replace, [moved]
 
@@ -103,7 +103,7 @@ def test_an_export_that_was_cut_short_is_no_model(runs, tmp_path, monkeypatch, m
         replace(source, target)
 
     monkeypatch.setattr(os, "replace", stops)
-    monkeypatch.setattr("tempfile.TemporaryDirectory.__exit__", lambda *_: None)  # a killed process tidies nothing
+    monkeypatch.setattr("tempfile.TemporaryDirectory.__exit__", lambda *_: None)  # a killed process removes nothing
     monkeypatch.setattr("tempfile.TemporaryDirectory._cleanup", lambda *_, **__: None)
     with pytest.raises(Killed):
         huggingface.export_run(runs / "words", folder)
@@ -199,7 +199,7 @@ class Mine(Titans):
 
 @pytest.mark.parametrize("told", [True, False], ids=["by the folder", "by a setting"])
 def test_models_with_rules_of_ones_own_are_imported(prepared, tmp_path, monkeypatch, told):
-    """In a process that knows nothing of the module which defines them."""
+    """The importing process has not loaded the module that defines the rule."""
     monkeypatch.chdir(tmp_path)
     name = f"mine_{told}".lower()
     (tmp_path / f"{name}.py").write_text(MINE.format(str(told).lower()))
@@ -212,7 +212,7 @@ def test_models_with_rules_of_ones_own_are_imported(prepared, tmp_path, monkeypa
     config = tmp_path / "exported" / "config.json"
     tree = json.loads(config.read_text())
     assert tree["settings"].pop("run") == {"imports": [name]}
-    if not told:  # as exports of earlier versions are
+    if not told:  # like exports of earlier versions
         config.write_text(json.dumps(tree))
         (tmp_path / "exported" / "SHA256SUMS").unlink()
     words = ["import", "exported", "--out", "again", *([] if told else [f"run.imports=[{name}]"])]

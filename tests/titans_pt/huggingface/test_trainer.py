@@ -14,7 +14,7 @@ TEXTS = ["abc dea fonk " * n for n in (1, 3, 2, 5, 1, 4, 2, 6)]
 
 
 def trainer(exported, tokenizer, folder, **options) -> Trainer:
-    """One step of plain gradient descent on TEXTS."""
+    """A Trainer that takes one step of plain gradient descent on TEXTS."""
     arguments = TrainingArguments(
         str(folder), max_steps=1, learning_rate=0.1, optim="sgd", max_grad_norm=0.0, logging_steps=1, report_to=[],
         save_strategy="no", use_cpu=True, disable_tqdm=True, lr_scheduler_type="constant", **options,
@@ -40,8 +40,8 @@ def test_accumulation_and_checkpointing_change_nothing(exported, tokenizer, tmp_
     for loss, weights in found[1:]:
         assert loss == pytest.approx(found[0][0], rel=1e-5)
         torch.testing.assert_close(weights, found[0][1], atol=2e-5, rtol=1e-4)
-    # On the left the Trainer counts first tokens, which nothing predicts: in parts the step is shorter by their share,
-    # and has the same direction.
+    # With padding on the left, the Trainer also counts first tokens, which nothing predicts. In parts, the step has
+    # the same direction and is shorter by their share.
     tokenizer.padding_side = "left"
     parts = trainer(exported, tokenizer, tmp_path, per_device_train_batch_size=2, gradient_accumulation_steps=4)
     before = torch.cat([p.detach().flatten() for p in parts.model.parameters()])
@@ -52,7 +52,7 @@ def test_accumulation_and_checkpointing_change_nothing(exported, tokenizer, tmp_
 
 
 def test_evaluation_with_and_without_predictions(exported, tokenizer, tmp_path):
-    """The state, which is no tensor, is no prediction."""
+    """Predictions do not include the state, which is no tensor."""
     one = trainer(exported, tokenizer, tmp_path, per_device_eval_batch_size=8)
     collated = one.data_collator([dict(row) for row in one.eval_dataset])
     with torch.no_grad():
@@ -89,7 +89,7 @@ def test_what_the_trainer_saves_is_an_exported_folder(exported, tokenizer, tmp_p
 
 
 def test_adapters(exported, fresh, ids):
-    """LoRA on every linear layer: it trains, and generates with the state as without."""
+    """LoRA on every linear layer: it trains, and generation with and without the state agrees."""
     peft = pytest.importorskip("peft")
     settings = peft.LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear", init_lora_weights=False)
     model = peft.get_peft_model(fresh, settings)

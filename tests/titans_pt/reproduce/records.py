@@ -1,4 +1,4 @@
-"""Records of runs that nobody trained."""
+"""Made-up records of runs, for tests without training."""
 
 from titans_pt.reproduce.runs import Run, portable
 
@@ -11,7 +11,7 @@ def trained(loss: float = 3.0, parameters: int = 1000, tokens: int = 4096) -> di
 
 
 def record(run: Run, measured: dict | None = None, failed: str = "", **about) -> dict:
-    """The record of ``run`` as it is configured, with these results by measure."""
+    """The record of ``run`` with its own settings and these results by measure."""
     words = {m.name: m.settings(run.config.model) for m in run.measures}
     found = {name: {"words": words[name], **result} for name, result in (measured or {}).items()}
     return run.begin(trained(**about), failed) | {"measured": found, "config": portable(run.config)}

@@ -1,4 +1,4 @@
-"""Table 4: runs that begin with the weights of others, and what the page has of them."""
+"""Table 4: runs that start from other runs' weights, and their rows on the page."""
 
 from pathlib import Path
 
@@ -45,7 +45,7 @@ def test_the_config_of_one_set_is_that_of_the_study():
 
 
 def test_a_folder_is_no_part_of_a_record(tmp_path):
-    """The places of a genome and of the pretrained run may differ from machine to machine."""
+    """The paths of a genome and of the pretrained run may differ between machines."""
     order = Order(Path("here"), models=["lmm"], seeds=[0])
     (run,) = (run for run in planned(study("table4", "paper"), order)[1] if run.name == "lmm-cohn-s0")
     records = Records(tmp_path)

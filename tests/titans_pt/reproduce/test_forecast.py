@@ -1,4 +1,4 @@
-"""Table 3: its runs, and what is found in their records."""
+"""Table 3: its runs, and the figures read from their records."""
 
 from pathlib import Path
 

@@ -33,7 +33,7 @@ GROWS = Grid((2e-3, 4e-3, 8e-3), within=(1e-3, 3.2e-2))
      ((2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2), (), (3.2e-2, 1.6e-2, 8e-3))),
     ({1e-3: math.inf, 2e-3: math.inf, 4e-3: math.inf, 8e-3: math.inf},
      ((1e-3, 2e-3, 4e-3, 8e-3), (), (1e-3, 2e-3))),
-    # What the rule did not ask for does not count: the grid stops at its first best inside.
+    # Rates that the rule did not ask for do not count: the grid stops at its first best inside.
     ({2e-3: 3.0, 4e-3: 1.0, 8e-3: 2.0, 1.6e-2: 0.5}, ((2e-3, 4e-3, 8e-3), (), (4e-3,))),
 ])  # fmt: skip
 def test_a_grid_grows_until_its_best_is_inside(losses, state):
@@ -46,7 +46,7 @@ def test_a_grid_given_by_hand_stays():
 
 
 class Made:
-    """Two seeds of a model, and records of it that nobody trained."""
+    """Two seeds of a model, and made-up records of it."""
 
     def __init__(self, folder, model="rmt", **asked):
         self.order = Order(folder, models=[model], seeds=(0, 1), **asked)
@@ -64,7 +64,7 @@ class Made:
         self.records.write(run.name, record(run, loss=loss))
 
     def kept(self):
-        """Learning rate and seeds of what a page shows."""
+        """(validation losses, seeds) of the runs that a page shows."""
         found = kept_of(self.study.rows[0], self.runs, self.records)
         return {each["trained"]["validation_loss"] for each in found.values()}, sorted(found)
 
@@ -118,7 +118,7 @@ def test_a_rate_beyond_the_first_grid_is_in_the_name_and_the_record_says_what_wa
 
 
 def test_pages_show_what_there_is_at_one_rate(tmp_path):
-    """Two whole runs at the end of the first grid; the rate moves; a whole run at the new one."""
+    """Two whole runs at the end of the first grid; then the rate moves; then a whole run at the new rate."""
     made = Made(tmp_path)
     made.probes(3.0, 2.0, 1.0)
     for run in made.runs:

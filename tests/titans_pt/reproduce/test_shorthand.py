@@ -70,7 +70,7 @@ def test_models_and_seeds_share_a_table(tmp_path):
 
 @pytest.mark.thorough
 def test_a_killed_reading_goes_on(tmp_path, monkeypatch, capsys):
-    """At most the samples that are read together are lost, and of a long one what came after the last save."""
+    """A kill loses at most the samples read together, and of a long sample the tokens after the last save."""
     more = ["--asked", "100", "--answers", "20", "evaluation.save_every=40", "evaluation.prefill_tokens=16"]
     assert needles(tmp_path / "whole", *more) == 0
     calls, read_prompt = [], long_context.read_prompt
@@ -80,7 +80,7 @@ def test_a_killed_reading_goes_on(tmp_path, monkeypatch, capsys):
 
     def dies(*arguments, **named):
         calls.append(arguments)
-        if len(calls) == 5:  # the second stretch of the second eight samples
+        if len(calls) == 5:  # the second stretch of samples 9 to 16
             raise Killed
         return read_prompt(*arguments, **named)
 

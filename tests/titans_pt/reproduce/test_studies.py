@@ -35,7 +35,7 @@ def runs(target="table1", size="tiny", **asked):
 
 
 def measure_of(run, *words):
-    """(settings of the evaluation, config) of a run with other words."""
+    """(settings of the evaluation, config) of a run with these overrides."""
     config = validated(run.config.model_dump(mode="json"), words)
     return run.measures[0].evaluation(config), config
 
@@ -58,7 +58,7 @@ def test_every_study_can_be_planned(target, size):
 
 
 def test_what_is_submitted_is_there(tmp_path, monkeypatch):
-    """The script lies beside the package, in an installed one, too."""
+    """The script lies beside the package, also in an installation."""
     (tmp_path / "sbatch").write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" > "{tmp_path}/words"\n')
     (tmp_path / "sbatch").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
@@ -198,7 +198,7 @@ def test_the_order_of_seeds_means_nothing():
 
 
 def test_a_record_counts_as_long_as_the_settings_of_its_own_model_stay(tmp_path, monkeypatch):
-    """A run of before a setting of the memory existed: that of a model without one still is what would be run now."""
+    """A record from before a memory setting existed still counts for a model without a memory."""
     monkeypatch.setattr("titans_pt.config.history.FORMER_DEFAULTS", {"model.memory.writes": False})
     records = Records(tmp_path)
     for model, counts in (("transformer", True), ("lmm", False)):

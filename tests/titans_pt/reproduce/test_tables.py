@@ -1,4 +1,4 @@
-"""Tables and pages from records that nobody trained."""
+"""Tables and pages from made-up records."""
 
 import math
 import re
@@ -20,7 +20,7 @@ from titans_pt.tools.statistics import wilson
 
 @pytest.fixture
 def made(tmp_path):
-    """Two seeds of swa, one of gla that failed, mac that was trained and not measured, rmt that was not run."""
+    """Two seeds of swa; one failed seed of gla; mac trained but not measured; rmt not run."""
     order = Order(tmp_path, models=["swa", "gla", "mac", "rmt"])
     asked = replace(chosen(study("table1", "tiny"), order), rated=False)
     runs, records = runs_of(asked, order), Records(tmp_path / "records")
@@ -72,7 +72,7 @@ def test_pooled_figures():
 
 
 def test_how_far_models_are_apart_is_asked_on_the_same_text(tmp_path):
-    """Streams differ by nats, models by hundredths: the interval of a difference is that of the differences."""
+    """Streams differ by nats, models by hundredths: the interval is that of the differences between models."""
     order = Order(tmp_path, models=["swa", "gla", "rmt", "mac"], seeds=(0, 1))
     asked = replace(chosen(study("table1", "tiny"), order), rated=False)
     runs, records = runs_of(asked, order), Records(tmp_path)
@@ -83,7 +83,7 @@ def test_how_far_models_are_apart_is_asked_on_the_same_text(tmp_path):
             records.write(run.name, record(run, {"text": text(losses[run.name], by_stream=streams[run.name])}))
     table = behind(asked, cells(asked, runs, records))
     assert table.head == ["model", "perplexity"]
-    # swa's seeds have 3.1, and with streams it is 0, -0.02 and -0.04 behind; seeds: 0.02 with one degree of freedom.
+    # swa's mean is 3.1; on the streams it is 0, -0.02 and -0.04 behind. Seeds: 0.02 with one degree of freedom.
     over_streams, over_seeds = 0.02**2 / 3, 0.02 * (1 / 2 + 1)
     error = 12.7062 * math.sqrt(over_streams + over_seeds)
     told = f"0.080 ({0.08 - error:.3f} to {0.08 + error:.3f}), a tie"
@@ -103,7 +103,7 @@ def test_how_far_models_are_apart_is_asked_on_the_same_text(tmp_path):
     (0.02, 0.06, 0.03, 64), (0.02, 0.0, 0.0, 64), (0.0, 0.06, 0.0, 64), (0.02, 0.06, 0.06, 4),
 ])  # fmt: skip
 def test_intervals_of_differences_hold_what_they_promise(between, each, both, streams):
-    """Six models with one to three seeds and known variance components, the first two compared, often."""
+    """Compare the first two of six models often; each has one to three seeds and known variance components."""
     seeds, rng, samples = (3, 2, 2, 2, 3, 1), np.random.default_rng(0), 600
     widths, inside, spread = [], 0, []
     for _ in range(samples):
@@ -119,7 +119,7 @@ def test_intervals_of_differences_hold_what_they_promise(between, each, both, st
         spread.append(found.nats - 1)
     true = math.sqrt(between**2 * (1 / 3 + 1 / 2) + 2 * each**2 / streams + both**2 * (1 / 3 + 1 / 2) / streams)
     assert np.std(spread) == pytest.approx(true, rel=0.1)
-    # 0.95, with the error of so many samples below; above, the part of seed and stream that counts twice.
+    # At least 0.95 less the sampling error; above it, since the part of seed and stream counts twice.
     assert 0.95 - 3 * math.sqrt(0.95 * 0.05 / samples) < inside / samples <= 1.0
     assert np.median(widths) < 3.5 * true, "and is not useless"
 

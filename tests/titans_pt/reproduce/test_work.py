@@ -55,7 +55,7 @@ def test_a_claim_ends_with_the_processes_that_hold_it(tmp_path, who):
 
 @dataclass
 class StandIn:
-    """A run of which only the order of events is real."""
+    """A stand-in for a run that only logs the order of events."""
 
     name: str
     log: list
@@ -207,7 +207,7 @@ def test_a_run_that_diverges_has_a_record_and_any_other_error_none(prepared, tmp
 
 def test_several_ranks_that_diverge_have_the_same_record(prepared, tmp_path, monkeypatch):
     said = "train.max_nonfinite: the last 10 steps (to 12) had a loss that is not finite"
-    launcher = tmp_path / "launcher"  # in the place of torchrun: it is given -m, its module and the settings
+    launcher = tmp_path / "launcher"  # replaces torchrun; its arguments are -m, the module and the settings
     launcher.write_text(f"#!/bin/sh\necho '{said}; nothing was saved since' > $(dirname $3)/diverged.txt\nexit 2\n")
     launcher.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(launcher))
@@ -230,7 +230,7 @@ def _until(condition, process: subprocess.Popen):
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_killed_three_times_the_table_is_the_same(prepared, tmp_path):
-    """While a rate is tried, while the model is trained, while it is measured."""
+    """Kill the study while a rate is tried, while the model is trained, and while it is measured."""
     steps = 60
     undisturbed, killed = tmp_path / "undisturbed", tmp_path / "killed"
     subprocess.run(_titans(words(prepared, undisturbed, steps)), env=ENVIRONMENT, check=True, capture_output=True)

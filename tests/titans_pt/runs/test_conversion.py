@@ -23,7 +23,7 @@ DEEP = ["model.memory.depth=2", "model.memory.norm=true", "model.memory.projecti
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory, prepared):
-    """A run of three layers of attention whose four heads share two of keys."""
+    """A run of three attention layers whose four heads share two key heads."""
     folder = tmp_path_factory.mktemp("conversion") / "source"
     attention = {"kv_heads": 2, "bias": True}
     data = {"dir": str(prepared), "sources": [{"kind": "files", "path": str(prepared.parent / "text.jsonl")}]}
@@ -80,7 +80,7 @@ def test_step_0_is_the_windowed_source(source, ids, tmp_path, memory):
 
 @torch.no_grad()
 def test_full_attention_in_some_layers(source, ids, tmp_path):
-    """In all layers but the last: its inputs are the source's, and the window takes away what is beyond it."""
+    """All layers but the last have full attention: the last gets the source's inputs, and its window hides the rest."""
     full, expected = load_run(convert_run(source, tmp_path / "full", "full", W, S, [0, 1])), load_run(source)
     assert full.config.model.pattern == ["attention", "attention", "swa"]
     given = []
@@ -108,7 +108,7 @@ def test_liza_is_the_windowed_source_while_its_mix_is_0(source, ids, tmp_path, w
 
 @torch.no_grad()
 def test_adapters_of_the_source_end_in_the_weights(prepared, tmp_path):
-    """The window, as long as the text, takes nothing away; the memory starts from attention with its adapters."""
+    """The window, as long as the text, hides nothing; the memory starts from attention with its adapters."""
     source = untrained_run(
         tmp_path / "source", prepared, mixers=["attention"], d_model=32, init_std=0.3, lora={"rank": 3}
     )
@@ -141,11 +141,11 @@ def test_the_memory_begins_with_attentions_projections(source, ids, tmp_path, wo
     out = mixer.memory_share if mixer.memory_out is None else mixer.memory_out
     assert not any(p.any() for p in out.parameters())
     m_out, _ = m(mixer.memory.q.linear.weight[None, :20])
-    assert m_out.abs().max() > 1e-3  # what the output learns from is there
+    assert m_out.abs().max() > 1e-3  # the output projection has inputs to learn from
 
 
 def test_memories_with_other_heads_are_added(source, tmp_path):
-    """Their heads cannot be mixed with attention's one by one."""
+    """Heads of another number cannot be mixed with attention's one by one."""
     words = ["model.memory.n_heads=2"]
     run = load_run(convert_run(source, tmp_path / "titans", "titans", W, S, None, words))
     assert run.config.model.section("mab")["join"] == "added" and run.model.blocks[0].mixer.memory_share is None
@@ -155,7 +155,7 @@ def test_memories_with_other_heads_are_added(source, tmp_path):
 
 @torch.no_grad()
 def test_queries_and_keys_are_centred(source, tmp_path, capsys):
-    """By the mean over training text, but for a sample's first tokens; over other text little is left of it."""
+    """The mean over training text, without samples' first tokens, is subtracted; on other text little of it remains."""
     run = load_run(source)
     files, given = TokenFiles.open(run.config), []
     run.model.blocks[1].mixer.register_forward_pre_hook(lambda _mixer, x: given.append(x[0]))
@@ -177,7 +177,7 @@ def test_queries_and_keys_are_centred(source, tmp_path, capsys):
     file.write_text(file.read_text().replace(run.config.data.dir, str(tmp_path / "none")))
     here = [f"data.dir={run.config.data.dir}"]
     same = load_run(convert_run(moved, tmp_path / "named", "titans", W, S, None, here)).model.blocks[1].mixer.memory
-    assert torch.equal(same.k.linear.bias, m.k.linear.bias)  # of the text that the conversion's settings name
+    assert torch.equal(same.k.linear.bias, m.k.linear.bias)  # means of the text that the conversion's settings name
     capsys.readouterr()
     m = load_run(convert_run(moved, tmp_path / "random", "titans", W, S)).model.blocks[1].mixer.memory
     assert "by the means of random tokens, which say less than text (data.dir=" in capsys.readouterr().err
@@ -191,7 +191,7 @@ def test_calibration_where_something_uses_it(source, tmp_path, capsys):
 
 
 def test_after_zero_3_in_the_same_process(prepared, tmp_path, monkeypatch):
-    """DeepSpeed replaces linear for good, by one that saves its input for the gradient of a bias too."""
+    """DeepSpeed replaces linear permanently, by one that also saves its input for the gradient of a bias."""
     source = untrained_run(tmp_path / "source", prepared, mixers=["attention"], n_layers=1, d_model=32, n_heads=4)
     monkeypatch.setattr(torch.nn.functional, "linear", zero3_linear_wrap)
     convert_run(source, tmp_path / "titans", "titans", W, S)
@@ -199,8 +199,10 @@ def test_after_zero_3_in_the_same_process(prepared, tmp_path, monkeypatch):
 
 @torch.no_grad()
 def test_full_attention_is_a_mixture_with_what_lies_beyond_the_window(source, ids, tmp_path):
-    """Given attention to the tokens beyond the window as the memory, and their share of the softmax, a layer of mab is
-    full attention."""
+    """A mab layer is full attention if its memory attends to the tokens beyond the window.
+
+    The memory's share is then the softmax weight of these tokens.
+    """
     mixer = load_run(convert_run(source, tmp_path / "titans", "titans", W, S)).model.blocks[0].mixer
     x = torch.randn(2, 40, 32, generator=torch.manual_seed(0))
     a = mixer.attention
@@ -220,7 +222,7 @@ def test_full_attention_is_a_mixture_with_what_lies_beyond_the_window(source, id
 
 @pytest.mark.parametrize("words", [[], ADDED])
 def test_it_learns_from_there(source, ids, tmp_path, words):
-    """At step 0 the memory's output has a gradient; after one step of it all of the memory has."""
+    """At step 0 the memory's output projection has a gradient; after one step of it, the whole memory has one."""
     model = load_run(convert_run(source, tmp_path / "titans", "titans", W, S, None, words)).model.train()
     mixer = model.blocks[0].mixer
     out = mixer.memory_share if mixer.memory_out is None else mixer.memory_out
@@ -235,7 +237,7 @@ def test_it_learns_from_there(source, ids, tmp_path, words):
 
 @pytest.mark.parametrize("words", [[], ADDED])
 def test_attention_that_is_left_out_at_random(source, ids, tmp_path, words):
-    """In training alone; a seed says which samples."""
+    """Attention is left out in training alone, for samples that a seed selects."""
     run = convert_run(source, tmp_path / "t", "titans", W, S, None, ["model.mab.attention_dropout=0.5", *words])
     plain = load_run(convert_run(source, tmp_path / "p", "titans", W, S, None, words)).model
     model = load_run(run).model

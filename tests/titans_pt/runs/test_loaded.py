@@ -113,7 +113,7 @@ SMALL = ["evaluation.perplexity.tokens=64", "evaluation.perplexity.length=16", "
 
 @pytest.fixture
 def read_only(run, monkeypatch):
-    """The run in a folder that refuses to be written to, as another user's does."""
+    """The run in a folder that cannot be written to, such as another user's."""
     real = tempfile.TemporaryFile
 
     def refused(dir):
@@ -144,7 +144,7 @@ def test_what_is_found_of_a_run_that_may_only_be_read_goes_elsewhere(read_only, 
 
 
 def test_token_files_may_be_named_where_they_now_are(run, prepared, tmp_path, monkeypatch):
-    """Relative paths of a run count from where it was started; what is given counts from here."""
+    """A run's relative paths start at the folder it was started in; given paths start at the current folder."""
     folder, _ = run
     text = folder.config.read_text()
     folder.config.write_text(text.replace(str(prepared), "data/small"))
@@ -152,7 +152,7 @@ def test_token_files_may_be_named_where_they_now_are(run, prepared, tmp_path, mo
         evaluate(folder.path, SMALL, suite="perplexity")
     monkeypatch.chdir(prepared.parent)
     given = evaluate(folder.path, [*SMALL, f"data.dir={prepared.name}"], suite="perplexity")
-    shutil.copytree(prepared, tmp_path / "data/small")  # the run's folder, tmp_path/run, was started as "run"
+    shutil.copytree(prepared, tmp_path / "data/small")  # the run was started in tmp_path as "run"
     folder.config.write_text(folder.config.read_text().replace(f"dir: {tmp_path}/run", "dir: run"))
     shutil.rmtree(folder.evaluation)
     found = evaluate(folder.path, SMALL, suite="perplexity")
@@ -211,7 +211,7 @@ def test_no_checkpoint_yet(run):
 
 
 def test_a_run_of_before_a_setting_existed(run, tiny, monkeypatch):
-    """It is read, and goes on, as what it was then, whatever the default is today."""
+    """The run is read and continued with the former behaviour, whatever the default is today."""
     folder, weights = run
     path = folder.checkpoints / "step-00000003"
     state = checkpoints.read_state(path)
@@ -263,7 +263,7 @@ def test_a_setting_that_is_newer_than_the_checkpoint_has_its_default(run, monkey
 
 
 def test_a_folder_whose_name_is_not_utf8(tmp_path):
-    """safetensors opens no file in it."""
+    """safetensors cannot open files in such a folder."""
     with pytest.raises(UserError, match="the name is not UTF-8; rename the folder"):
         load_run(tmp_path / "caf\udce9")
 
@@ -273,10 +273,10 @@ def test_a_config_that_is_not_as_training_wrote_it_is_told(tmp_path, prepared, c
     load_run(folder.path)
     assert not caplog.text
     whole = folder.config.read_text()
-    folder.config.write_text(whole[: whole.index("\nevaluation:") + 1])  # half of it is YAML, too
+    folder.config.write_text(whole[: whole.index("\nevaluation:") + 1])  # half of it is also YAML
     load_run(folder.path)
     assert "config.yaml: damaged, or changed since training wrote it; what it says now is used" in caplog.text
     caplog.clear()
-    folder.config.write_text("".join(whole.splitlines(keepends=True)[2:]))  # of an earlier version
+    folder.config.write_text("".join(whole.splitlines(keepends=True)[2:]))  # as an earlier version wrote it
     load_run(folder.path)
     assert not caplog.text

@@ -1,4 +1,4 @@
-"""Shards: what any ranks wrote, any others read; a checkpoint is whole or not there."""
+"""Shards: any ranks read what any others wrote; a checkpoint is complete or does not exist."""
 
 import os
 import threading
@@ -17,7 +17,7 @@ WHOLE = {"a": torch.randn(4, 6), "b": torch.randn(6, 4), "c": torch.randn(5)}
 CUTS = {"a": Whole((4, 6), 0, 2), "b": Whole((6, 4), 1, 2), "c": Whole((5,))}
 KINDS = (checkpoints.WEIGHT, *checkpoints.MOMENTS)
 AT = {"a": (5, 7), "b": (0, 12), "c": (2, 5)}
-"""Ends of the pieces of a part that data rank 0 and 1 hold; rank 0 has nothing of b."""
+"""Ends of the pieces that data ranks 0 and 1 hold of each part; rank 0 has nothing of b."""
 
 
 def value(kind: str, name: str) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""States as files: every mixer's, bit for bit; a continuation from a file is the continuation."""
+"""States as files: bit for bit for every mixer, also when they are continued."""
 
 import importlib
 import json
@@ -67,7 +67,7 @@ def test_saved_loaded_and_continued(tmp_path, mixers, dtype, reset):
 @torch.no_grad()
 @pytest.mark.parametrize("mixers", PATTERNS, ids="-".join)
 def test_a_state_keeps_nothing_else_alive(mixers):
-    """After a call of 997 tokens, whose tails it has: at most twice its own size, as tensors that it shares may be."""
+    """A state with tails of a 997-token call keeps at most twice its own size alive, the limit for shared tensors."""
     model = small(mixers)
     _, state = model(torch.randint(0, 50, (1, 997), generator=torch.Generator().manual_seed(1)))
     held = {x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in flat(state)}
@@ -125,7 +125,7 @@ class Named(NamedTuple):
 
 
 def test_containers_are_walked_and_others_refused():
-    """A layer's own state may be of dicts and named tuples, as other libraries have them."""
+    """A layer's own state may consist of dicts and named tuples, as in other libraries."""
     state = {"a": [Named(torch.arange(6.0).view(3, 2), 4)], "b": OrderedDict(x=torch.ones(3, 1, requires_grad=True))}
     doubled = map_tensors(state, lambda t: 2 * t.detach())
     assert type(doubled["a"][0]) is Named and doubled["a"][0].n == 4 and type(doubled["b"]) is OrderedDict
@@ -201,7 +201,7 @@ def test_files_that_hold_something_else(tmp_path, structure, message):
 
 
 def test_every_flipped_bit_is_damage(tmp_path):
-    """In the header, in the numbers and in the checksum itself."""
+    """Bits of the header, of the numbers and of the checksum itself."""
     path, draw = tmp_path / "state", random.Random(0)
     state = [torch.arange(40.0), {"about": 1}["about"], (torch.zeros(3, dtype=torch.int64), None)]
     save_state(state, path, {"from": "0" * 64, "sha256": "a test"})
@@ -221,7 +221,7 @@ def test_every_flipped_bit_is_damage(tmp_path):
     {"structure": "[" * 100_000, "about": "[" * 100_000}, {"structure": '{"list": 3}', "about": "null"},
 ])  # fmt: skip
 def test_a_damaged_file_without_a_checksum_is_one_line(tmp_path, metadata):
-    """As versions before this one wrote them; a sound one loads."""
+    """Earlier versions wrote files without a checksum; an undamaged one loads."""
     path = tmp_path / "state"
     save_file({"x": torch.ones(1)}, path, {"format": READABLE[0], **metadata})
     for read in (load_state, read_about):
@@ -263,7 +263,7 @@ def generate(run, *words):
 
 @pytest.mark.parametrize("mixers", PATTERNS, ids="-".join)
 def test_in_parts_equals_in_one_go(tmp_path, prepared, capfd, mixers):
-    # A seed with which no character of several tokens is cut: a part cannot print half of one.
+    # With this seed no part ends inside a character of several tokens; a part cannot print half of one.
     run = untrained_run(tmp_path / "run", prepared, SEED, mixers=mixers, n_layers=len(mixers))
     assert generate(run, "--prompt", "abc dea fo", "--max-new-tokens", 21, "--save-state", tmp_path / "whole") == 0
     whole = capfd.readouterr().out

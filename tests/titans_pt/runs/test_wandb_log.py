@@ -161,7 +161,7 @@ def test_wandb_disabled_may_say_no(monkeypatch):
 
 @pytest.fixture
 def server(monkeypatch):
-    """W&B's server, as far as it matters here: runs by id, of which it drops what comes with a step that it has had."""
+    """A stand-in for W&B's server: runs by id, each of which drops values of steps before its newest one."""
     runs, asked = {}, []
 
     class Run:
@@ -195,7 +195,7 @@ def steps(folder: RunFolder, values: dict[int, float], **how) -> WandbLog:
     log = WandbLog(Config.model_validate({"wandb": {"mode": "offline"}}), folder, None, **how)
     for step, loss in values.items():
         log.write(step, {"loss": loss})
-        log.write(step, {"more": loss})  # one row a step
+        log.write(step, {"more": loss})  # joins the row of its step
     log.close()
     return log
 
@@ -207,7 +207,7 @@ def test_a_resume_continues_the_curve_and_repeated_steps_arrive(tmp_path, server
     again = steps(folder, {5: 5.0, 6: 6.0})
     assert (first.begins, again.begins, first.id) == (True, False, again.id)
     assert curve(runs[first.id]) == [(1, 1.0), (2, 2.0), (4, 4.0), (5, 5.0), (6, 6.0)]
-    assert sorted(runs[first.id]) == [1, 2, 4, 5, 6]  # as W&B's own steps, too
+    assert sorted(runs[first.id]) == [1, 2, 4, 5, 6]  # W&B's own steps agree
     steps(folder, {3: 3.5, 4: 4.5, 7: 7.5})  # after a crash, perhaps with another setting
     assert curve(runs[first.id])[-3:] == [(3, 3.5), (4, 4.5), (7, 7.5)]
 
@@ -256,7 +256,7 @@ def test_an_artifact_is_kept_offline(offline, tmp_path):
     log.send("checkpoint", "model", sent)
     log.close()
     (record,) = folder.wandb.glob("offline-run-*/run-*.wandb")
-    deadline = time.monotonic() + 60  # W&B's own process writes it, at its leisure on a busy machine
+    deadline = time.monotonic() + 60  # W&B's own process writes it, later on a busy machine
     while f"{log.id}-checkpoint".encode() not in record.read_bytes():
         assert time.monotonic() < deadline
         time.sleep(0.1)

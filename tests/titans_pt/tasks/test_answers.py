@@ -1,4 +1,4 @@
-"""Tasks with answers: packed samples are apart, loss and accuracy are those of the answers, ranks change nothing."""
+"""Tasks with answers: packed samples stay separate, loss and accuracy count answers only, ranks change nothing."""
 
 import os
 import signal
@@ -44,7 +44,7 @@ def objective(*words):
 
 @pytest.mark.parametrize("mixer", ["lmm", "mac", "swa"])
 def test_loss_and_accuracy_are_those_of_the_answers_of_each_sample_alone(mixer):
-    """Two samples of 24 tokens and a rest of 16 in a row of 64."""
+    """A row of 64 tokens holds two samples of 24 and a rest of 16."""
     task, loss = objective(f"model.mixers=[{mixer}]")
     rows = collate([task.open().train.sample(n) for n in range(3)])
     losses, right = [], []
@@ -107,7 +107,7 @@ def needles(tmp_path_factory):
 
 
 def train(config, folder, *words):
-    """A training in this process."""
+    """Train in this process."""
     assert loop.train(load_config(config, [f"run.dir={folder}", *words])) == 0
 
 
@@ -140,7 +140,7 @@ def test_ranks_change_nothing_and_a_figure_ends_a_training(needles, tmp_path):
 
 @pytest.mark.thorough
 def test_a_killed_training_goes_on(needles, tmp_path):
-    """kill -9 between two checkpoints, then the same command: the weights are those of one go."""
+    """After kill -9 between two checkpoints, the same command ends with the weights of an uninterrupted run."""
     more = ["train.max_steps=40", "train.checkpoint_every=10"]
     words = [sys.executable, "-m", "titans_pt", "train", str(needles), f"run.dir={tmp_path / 'cut'}", *more]
     with subprocess.Popen(words, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:

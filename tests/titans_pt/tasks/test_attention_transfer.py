@@ -80,7 +80,7 @@ def test_a_layers_loss_is_its_own(converted, ids):
 
 
 def test_a_memory_learns_what_the_window_lacks(converted, ids):
-    """One batch, again and again: what random attention lacks cannot be known from other text."""
+    """Train on one batch repeatedly: with random attention, other text does not show what the window lacks."""
     model = load_run(converted).model.train()
     for name, p in model.named_parameters():
         p.requires_grad_(".memory" in name)
@@ -95,7 +95,7 @@ def test_a_memory_learns_what_the_window_lacks(converted, ids):
 
 
 def test_a_row_of_short_documents_does_not_outweigh_the_others(converted, ids):
-    """Its window misses nothing of full attention: what there is to learn is little, and so is its loss."""
+    """The window covers short documents completely: little is left to learn, and the loss is small."""
     model = load_run(converted).model.train()
     for n in (0, 2):
         torch.nn.init.normal_(model.blocks[n].mixer.memory_share.weight, std=1e-3)
@@ -133,7 +133,7 @@ def test_it_trains_what_was_added_and_the_run_is_a_language_model(tiny, converte
 
 @pytest.mark.slow
 def test_ranks_agree(tiny, converted, tmp_path):
-    """A source with two heads of keys, over two tensor ranks, two samples at a time, and under ZeRO 3."""
+    """A source with two key heads: on two tensor ranks, on two data ranks, and under ZeRO 3."""
     model = load_run(converted).config.model.model_dump(mode="json")
     train = {"max_steps": 4, "init_from": str(converted), "trainable": ["*.memory*"]}
     config = tiny(model=model, task="attention_transfer", train=train, data={"seq_len": 32})
@@ -163,7 +163,7 @@ def test_what_it_cannot_do_is_refused(tiny, words, message):
 
 @pytest.mark.parametrize(("pattern", "named"), [("*.mlp.*", "and 8 more"), ("blocks.1.mixer.out.*", "names b")])
 def test_parameters_that_the_loss_does_not_reach_are_refused(tiny, converted, pattern, named):
-    """Under ZeRO they have gradients of zero: weight decay would shrink them."""
+    """Under ZeRO these parameters have gradients of zero, and weight decay would shrink them."""
     words = ["task=attention_transfer", f'train.trainable=["{pattern}", "*.memory*"]', "model.mixers=[mab,swa]"]
     task = task_of(load_config(tiny(), words))
     model = load_run(converted).model

@@ -10,7 +10,7 @@ from titans_pt.tasks import babi
 
 
 def read(facts):
-    """Places of people, places where each thing has been, and the gifts, from the sentences alone."""
+    """Read the places of people, the past places of each thing and the gifts from the sentences alone."""
     place, carrier, seen, gifts = {}, {}, {}, []
     for fact in facts:
         if match := re.fullmatch(rf"(\w+) (?:{'|'.join(babi.MOVES)}) the (\w+)\.", fact):

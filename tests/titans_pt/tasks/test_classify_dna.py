@@ -79,7 +79,7 @@ MIXERS = ("lmm", "mac", "mag", "mal", "attention", "swa", "mamba2", "gated_delta
 
 @pytest.mark.parametrize("mixer", MIXERS)
 def test_what_stands_behind_a_sequence_changes_nothing(dna, mixer):
-    """Logits and gradients of rows that are padded, with anything, are those of each row alone."""
+    """Padded rows have the logits and gradients of each row alone, whatever the padding holds."""
     config = load_config(dna, [f"model.mixers=[{mixer}]"])
     torch.manual_seed(0)
     model = SequenceClassifier(config.model, 3).double()
@@ -109,8 +109,10 @@ def test_the_mean_is_of_the_bases_alone(dna):
 
 
 def test_the_protocol(dna):
-    """A tenth of training validates, by the seed; every training sequence is read once an epoch; half of the samples
-    are of the other strand, in training alone."""
+    """The seed selects a tenth of the training set for validation; an epoch reads each training sequence once.
+
+    Half of the samples are of the other strand, in training alone.
+    """
     task = task_of(load_config(dna))
     data = task.open()
     assert (len(data.train), len(data.validation)) == (72, 8)
@@ -222,7 +224,7 @@ def test_it_trains_resumes_and_is_evaluated(dna, tmp_path, capsys, one_group):
 
 
 def test_weights_of_a_language_model(dna, tiny, tmp_path, one_group, capsys):
-    """Embedding, blocks and norm are taken, the linear layer is drawn; another tokenizer's are refused."""
+    """Embedding, blocks and norm are loaded, the linear layer is drawn; another tokenizer's weights are refused."""
     genome = "".join(np.random.default_rng(1).choice(list("ACGT"), 4000))
     (tmp_path / "g.fa").write_text(f">g\n{genome}\n")
     data = {
@@ -249,7 +251,7 @@ def test_weights_of_a_language_model(dna, tiny, tmp_path, one_group, capsys):
     shared = [name for name in after if not name.startswith("classifier.")]
     assert set(shared) <= set(before) and all(torch.allclose(before[n], after[n], atol=1e-6) for n in shared)
     capsys.readouterr()
-    # A classifier's weights start another one, whose classes may be others; a language model takes none of them.
+    # A classifier's weights can start another classifier, also with other classes, but no language model.
     again = [f"train.init_from={tmp_path / 'tuned'}", *start[1:], f"run.dir={tmp_path / 'again'}"]
     assert cli.run(["train", str(dna), *again]) == 0
     language = tiny(data=DNA["data"] | data, model=DNA["model"] | {"mixers": ["lmm"]})

@@ -1,4 +1,4 @@
-"""A task is one file: the one here trains, resumes bit for bit and is evaluated through the loop of all others."""
+"""A task is one file: the task here trains, resumes bit for bit and is evaluated through the common loop."""
 
 import json
 from contextlib import nullcontext

@@ -50,7 +50,7 @@ def settings(series, folder, *words):
 
 @pytest.mark.parametrize("mixer", ["lmm", "mac", "mag", "mal", "deltanet"])
 def test_a_constant_lookback_has_gradients_as_others_do(series, tmp_path, mixer):
-    """Rain, or the sun at night: without its mean it is zero, at which unit lengths have no slope to speak of."""
+    """Rain or night sun: less its mean, the lookback is zero, where scaling to unit length has no usable gradient."""
     torch.manual_seed(0)
     model = task_of(settings(series, tmp_path, f"model.mixers=[{mixer}]", "model.n_layers=2")).build_model()
     norms = []
@@ -82,7 +82,7 @@ def test_a_forecast_follows_shift_and_scale_and_lookbacks_are_one_sequence(serie
 
 @pytest.mark.parametrize("rows", range(40, 75))
 def test_a_series_is_streamed_where_a_lookback_fits(rows):
-    """Whatever the number of rows of the test: the job is there if and only if it has windows."""
+    """For any number of test rows, the job exists if and only if it has windows."""
     suite = object.__new__(Forecasts)
     suite.lookback, suite.horizon, suite.phases = 24, 6, [n * 3 for n in range(8)]
     suite.parts = SimpleNamespace(test=SimpleNamespace(start=31, rows=np.zeros((rows, 1))))
@@ -230,7 +230,7 @@ def test_how_a_users_file_is_read_can_be_said(run, series, tmp_path, capsys):
 @pytest.mark.parametrize("mixer", ["lmm", "attention", "mamba2"])
 @pytest.mark.usefixtures("without_c")
 def test_a_plan_counts_channels_as_rows(series, tmp_path, monkeypatch, mixer):
-    """Tokens, FLOPs and memory: the file's header says how many channels there are, before it is read."""
+    """Tokens, FLOPs and memory count all channels, whose number the file's header gives before the file is read."""
     monkeypatch.setattr(chunked, "KEEP_BYTES", 0)
     monkeypatch.setattr(chunked, "GROUP_BYTES", 0)
     wide = tmp_path / "wide.csv"
@@ -243,7 +243,7 @@ def test_a_plan_counts_channels_as_rows(series, tmp_path, monkeypatch, mixer):
     assert "the blocks read each sample as 6 rows of 24 tokens: 1,152 tokens per step, 9,216 in all" in plan.text()
     assert plan.cost.read == 8 * tokens and plan.cost.flops == pytest.approx(6 * one.cost.flops)
     model = task.build_model()
-    ends = 6 * (24 * 8 * 16 + 16 * 6) * 6 * 8 * 8  # 2 a multiply-add and 4 behind it; channels, samples, steps
+    ends = 6 * (24 * 8 * 16 + 16 * 6) * 6 * 8 * 8  # a multiply-add: 2, backward 4; channels, samples, steps
     assert plan.cost.flops == pytest.approx(8 * tokens * model.blocks.flops(24).total + ends)
     with _Saved(model) as saved:
         task.objective(model, None)(torch.randn(4, 6, 96), torch.randn(4, 6, 1, 6))

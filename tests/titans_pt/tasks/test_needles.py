@@ -52,7 +52,7 @@ def test_lengths_grow_with_the_position_and_validation_has_the_last():
     assert lengths == [96] * 2 * 60 + [256] * 2 * 20, "two rows a step; three of four parts are short"
     assert task.questions(10**6).length == task.questions(None).length == 256
     other = TASKS.find("needles")(load_config(CONFIG, [*words, "train.batch_tokens=2048"]))
-    other.begins = 100, 50  # a run that goes on after 50 steps with twice the batch, four rows a step
+    other.begins = 100, 50  # a run continued after 50 steps with twice the batch, four rows a step
     lengths = [other.questions(position).length for position in range(100, 100 + 4 * 30)]
     assert lengths == [96] * 4 * 10 + [256] * 4 * 20
     data = task.open()

@@ -1,4 +1,4 @@
-"""The loss: whose token it predicts, its weights, and the same whether all logits exist together or few rows' do."""
+"""The loss: its targets, its weights, and equal values whether all logits exist at once or those of a few rows."""
 
 import math
 from functools import partial
@@ -102,14 +102,14 @@ def test_the_z_losss_gradient_is_that_of_its_definition(reduction):
 @pytest.mark.parametrize("z_loss", [0.0, 0.1])
 @pytest.mark.usefixtures("interpreter")
 def test_the_fused_head_is_the_same(monkeypatch, z_loss):
-    """liger-kernel's, in Triton's interpreter."""
+    """The fused head is liger-kernel's, in Triton's interpreter."""
     torch.manual_seed(0)
     settings = ModelConfig(mixers=["lmm"], vocab_size=300, d_model=16, n_layers=1, n_heads=2, mlp_hidden=16)
     loss, ids = NextTokenLoss(build_model(settings), z_loss=z_loss), torch.randint(0, 300, (3, 22))
     expected = loss(ids, None)
     expected_grads = torch.autograd.grad(expected, list(loss.parameters()))
     monkeypatch.setattr(NextTokenLoss, "_fused", lambda self, x: True)
-    monkeypatch.setattr(loss, "_losses", None)  # nobody asks for it
+    monkeypatch.setattr(loss, "_losses", None)  # must not be called
     found = loss(ids, None)
     torch.testing.assert_close(found, expected)
     for a, b in zip(torch.autograd.grad(found, list(loss.parameters())), expected_grads, strict=True):

@@ -76,7 +76,7 @@ def test_impossible_samples_are_refused(words, message):
 
 
 def test_every_answer_of_an_evaluation_counts_once():
-    """The trained number of pairs and distance are asked for both as in training and beside other numbers."""
+    """The trained number of pairs and distance occur twice: as in training, and among other numbers."""
     config = load_config(CONFIG, ["recall.distance=40", "evaluation.recall.distances=[8,40,40]"])
     suite = RecallAnswers(SimpleNamespace(task=task_of(config), identity="x"), config)
     assert len(set(suite.keys)) == len(suite.keys)
@@ -104,7 +104,7 @@ def test_what_ends_a_training_is_not_what_is_reported():
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["lmm", "mac", "mag", "mal"])
 def test_a_memory_that_is_off_sees_nothing_of_the_pairs(name):
-    """The answer's logits do not depend on the pairs; with the memory on they do. Equally many parameters."""
+    """The answer's logits do not depend on the pairs; with the memory on they do. Both have equally many parameters."""
     ids, places = stacked(MQAR(), 0, 0, 2)
     other = ids.clone()
     other[:, :16] = stacked(MQAR(), 1, 0, 2)[0][:, :16]

@@ -60,7 +60,7 @@ def test_prompts(configured, kind):
 
 
 def test_needles_are_hidden_in_the_texts_of_training_and_of_validation(configured):
-    """A stretch of a row of the token files surrounds each, of the half that it belongs to."""
+    """Part of a token-file row surrounds each needle: a training row in training, else a validation row."""
     task = task_of(configured("ruler.tasks=[niah_single_2]"))
     data = task.open()
     for packed in (data.train, data.validation):
@@ -87,7 +87,7 @@ def test_lengths_grow_with_the_position_and_validation_has_the_last(configured):
 
 
 def test_answers_begin_anywhere_in_a_chunk(configured):
-    """Models that learned them at one place of a chunk alone answered nowhere else."""
+    """Models trained with answers at only one place of a chunk answered nowhere else."""
     prompts = task_of(configured()).open().train.at(0)
     begins = {int(prompts.sample(0, index)[1][0]) % 16 for index in range(200)}
     assert begins == set(range(16))
@@ -128,7 +128,7 @@ def test_it_trains_resumes_and_is_evaluated(configured, tmp_path):
 
 
 def test_weights_of_a_language_model(configured, tmp_path):
-    """They begin a training on answers, the embedding among them: the tokenizer is the same."""
+    """A training on answers can start from these weights, embedding included: the tokenizer is the same."""
     words = ["task=language", f"run.dir={tmp_path / 'language'}", "train.stop_at=2"]
     loop.train(configured(*words))
     for name, more in (("fresh", []), ("tuned", [f"train.init_from={tmp_path / 'language'}"])):

@@ -42,7 +42,7 @@ def task(*words):
      ("S5", 120, False, 26), ("A4xZ5", 60, False, 4)],
 )  # fmt: skip
 def test_tables_are_groups(name, order, abelian, square_roots):
-    """square_roots: elements whose square is the identity, a known number of each group."""
+    """``square_roots`` is the known number of elements whose square is the identity."""
     table = group(name).table
     assert table.shape == (order, order)
     assert (table[0] == np.arange(order)).all() and (table[:, 0] == np.arange(order)).all()
@@ -157,7 +157,7 @@ def test_impossible_problems_are_refused(words, message):
 
 @pytest.mark.parametrize("name", ["deltanet", "gated_deltanet"])
 def test_beta_reaches_two(name):
-    """Against the delta rule token by token in float64, with twice the sigmoid."""
+    """Compare with the delta rule token by token in float64, with beta twice the sigmoid."""
     words = [f"model.mixers=[{name}]", f"model.{name}.allow_neg_eigval=true"]
     torch.manual_seed(0)
     mixer = MIXERS.find(name)(load_config(CONFIG, words).model).double()

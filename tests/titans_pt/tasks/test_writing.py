@@ -54,7 +54,7 @@ GATED = ["deltanet", "gated_deltanet", "deltaproduct", "kda", "gdn2", "ttt_linea
 
 @pytest.mark.parametrize("mixer", GATED)
 def test_gates_of_other_mixers_are_the_share_that_they_write(mixer):
-    """Closed, they write nothing: the state is as it began."""
+    """Closed gates write nothing: the state stays at its start."""
     torch.manual_seed(0)
     model = build_model(load_config("configs/recall.yaml", [f"model.mixers=[{mixer}]", *MODEL[1:]]).model)
     ids = torch.arange(30).view(3, 10)

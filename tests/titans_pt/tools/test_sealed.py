@@ -20,7 +20,7 @@ def test_of_an_earlier_version():
 
 
 def test_every_flipped_bit_is_noticed():
-    """Except in the name of the checksum and in spaces: there the values are still what they were."""
+    """Flips in the checksum's name and in spaces may pass: the values are still the same."""
     text, draw = json.dumps(seal(TREE)).encode(), random.Random(0)
     for at in range(len(text)):
         changed = bytearray(text)

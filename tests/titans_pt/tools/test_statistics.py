@@ -45,7 +45,7 @@ def test_wilsons_interval_holds_the_mean():
 
 @pytest.mark.parametrize("n", [2, 3, 4, 10, 31, 32, 60, 256, 100_000])
 def test_students_t_leaves_a_twentieth_outside(n):
-    """By integrating its density over angles: with x = sqrt(f) tan(a) it is proportional to cos(a)^(f - 1)."""
+    """Integrate the density over angles: with x = sqrt(f) tan(a) it is proportional to cos(a)^(f - 1)."""
     freedom = n - 1
     angles = np.linspace(0, math.pi / 2, 2_000_001)
     density = np.cos(angles) ** (freedom - 1)
@@ -63,7 +63,7 @@ def test_variance_within_groups():
 def test_half_width_of_a_sum():
     assert half_width_of_sum([(0.04, 9)]) == half_width(0.2, 10)
     assert half_width_of_sum([(0.04, 9), (1.0, 0)]) == half_width(0.2, 10), "without degrees of freedom it is left out"
-    # Two equal parts: their degrees of freedom add up. A part of nothing brings none.
+    # Two equal parts: their degrees of freedom add up. A part of zero adds none.
     assert half_width_of_sum([(0.02, 4), (0.02, 4)]) == half_width(0.2, 9)
     assert half_width_of_sum([(0.04, 4), (0.0, 100)]) == half_width(0.2, 5)
     # (0.03 + 0.01)^2 / (0.03^2 / 2 + 0.01^2 / 50) = 3.54, rounded down
@@ -73,7 +73,7 @@ def test_half_width_of_a_sum():
 
 @pytest.mark.parametrize("count", [1, 2, 8])
 def test_a_model_that_binds_no_value_to_its_key(count):
-    """The mean over all orders of the answers, if each time one of the values that are left is guessed."""
+    """Simulate the mean over random orders of the answers, each guessed among the values that are left."""
     right = trials = 0
     draw = random.Random(0)
     for _ in range(4000):
@@ -93,7 +93,7 @@ def test_the_error_of_a_mean_over_groups_of_other_sizes():
     assert tail == pytest.approx(plain, rel=0.1), "a group of one item says next to nothing"
     sizes = draw.integers(20, 100, 40)
     means, errors = [], []
-    for _ in range(2000):  # the error that is stated is that of the mean over draws
+    for _ in range(2000):  # the stated error is that of the mean over draws
         groups = draw.normal(size=40)
         means.append(np.average(groups, weights=sizes))
         errors.append(ratio_error(sizes.tolist(), groups.tolist()))

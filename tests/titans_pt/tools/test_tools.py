@@ -1,4 +1,4 @@
-"""The tools are below everything else."""
+"""The tools import nothing from the rest of the package but errors."""
 
 import subprocess
 import sys

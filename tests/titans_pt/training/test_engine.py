@@ -60,7 +60,7 @@ def test_deepspeed_settings_follow_the_tree(tiny):
 
 @pytest.mark.thorough
 def test_a_start_does_not_wait_for_the_compiler(tiny):
-    """DeepSpeed compiles a function of its Muon wherever ZeRO begins, for which torch imports seconds of modules."""
+    """DeepSpeed compiles a function of its Muon when ZeRO starts, and torch's imports for it take seconds."""
     program = """
 import sys
 from titans_pt.config.files import load_config
@@ -73,7 +73,7 @@ assert "deepspeed.runtime.zero.muon.original_muon" in sys.modules and "torch._in
 
 
 def test_layers_side_by_side_exchange_their_gradients_at_the_end(tiny):
-    """DeepSpeed's exchange waits for one stream unless it overlaps: none may begin while layers still write to it."""
+    """Without overlap, DeepSpeed's exchange waits for one stream: it may not begin while layers write gradients."""
 
     def bucket(**parallel):
         config = load_config(tiny(train={"wavefront": 8}, parallel=parallel))
@@ -116,7 +116,7 @@ def test_the_memorys_start_does_not_decay():
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_every_parameter_begins_where_a_tensor_of_its_own_would(tiny, ranks, precision):
-    """A compiled block assumes that: an odd number of gates must not move what follows it in DeepSpeed's buffer."""
+    """Compiled blocks assume alignment: an odd number of gates must not shift parameters in DeepSpeed's buffer."""
     model = {"mixers": ["lmm"], "d_model": 24, "n_heads": 3, "n_layers": 2}
     config = load_config(tiny(model=model, train={"precision": precision}))
     engine = Engine(task_of(config), build_model(config.model), ranks)
@@ -128,7 +128,7 @@ def test_every_parameter_begins_where_a_tensor_of_its_own_would(tiny, ranks, pre
 @pytest.mark.gpu
 @pytest.mark.timeout(600)
 def test_blocks_share_a_compiled_program_on_a_gpu(tiny, ranks):
-    """Three heads have nine gates: unaligned, the parameters behind them would begin elsewhere in every block."""
+    """Three heads have nine gates: without alignment, later parameters would have another offset in every block."""
     model = {"mixers": ["lmm"], "d_model": 96, "n_heads": 3, "n_layers": 3, "memory": {"chunk_size": 16, "depth": 2}}
     ids = torch.randint(0, 50, (3, 131), device=ranks.device, generator=torch.Generator(ranks.device).manual_seed(1))
 
@@ -145,7 +145,7 @@ def test_blocks_share_a_compiled_program_on_a_gpu(tiny, ranks):
 
 @pytest.mark.parametrize("zero_stage", [1, 2])
 def test_micro_batches_are_summed_in_fp32_and_steps_that_are_not_finite_are_skipped(tiny, ranks, zero_stage):
-    """In bf16 the sum of 64 loses 0.8 % of the gradient; what is left is the rounding of one exchange in bf16."""
+    """A sum of 64 in bf16 loses 0.8 % of the gradient; here only the rounding of one bf16 exchange remains."""
     count = 64
     train = {"precision": "bf16", "batch_tokens": 16 * count, "clip": 1e9}
     config = load_config(tiny(train=train, parallel={"zero_stage": zero_stage}, model={"mixers": ["lmm"]}))

@@ -1,5 +1,7 @@
-"""Two ranks: neither how gradients are exchanged nor how checkpoints are written changes a result, and given weights
-reach every topology."""
+"""Two ranks: the ways to exchange gradients and to write checkpoints change no result.
+
+Given weights reach every topology.
+"""
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from titans_pt.runs.loaded import load_run
 from titans_pt.tasks.language import Language
 from titans_pt.training.engine import Engine
 
-pytestmark = pytest.mark.timeout(3600)  # starting processes takes its time on a busy machine
+pytestmark = pytest.mark.timeout(3600)  # starting processes is slow on a busy machine
 
 SHARDS = ["train.checkpoint_shards=true", "train.keep_last=9"]
 BUCKETS = ["parallel.overlap=true", "parallel.reduce_bucket=3000"]
@@ -109,7 +111,7 @@ def test_shards_of_one_topology_are_read_by_another(runs):
 
 @pytest.mark.slow
 def test_an_exchange_in_fp32_leaves_out_the_rounding_to_bf16(more):
-    """Micro-batches are summed in fp32 before it, so a bf16 exchange rounds even one rank's gradients."""
+    """Micro-batches are summed in fp32 before the exchange: in bf16 it rounds even one rank's gradients."""
     rough, better = (curve(more / name, "loss", "grad_norm") for name in ("bf16", "bf16-fp32"))
     assert len(rough) == 4 and better[0][1] == rough[0][1] and better[0][2] != rough[0][2]
     assert better[0][2] == pytest.approx(rough[0][2], rel=2e-3)
@@ -138,7 +140,7 @@ def test_the_settings_reach_deepspeed(tiny, ranks, stage):
 
 @pytest.mark.slow
 def test_two_nodes_of_two_ranks_under_zero_3(tmp_path, prepared):
-    """Losses and a resume are those of ZeRO 3 over all four."""
+    """Losses, also after a resume, are those of ZeRO 3 over all four ranks."""
     from tests.helpers.matrix import write_config
 
     hybrid = ["parallel.zero_stage=3", "parallel.node_ranks=2", *SHARDS]

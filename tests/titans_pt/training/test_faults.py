@@ -16,7 +16,7 @@ from titans_pt.config.files import load_config
 from titans_pt.runs import checkpoints
 from titans_pt.training.metrics import read_metrics
 
-pytestmark = [pytest.mark.thorough, pytest.mark.timeout(900)]  # starting processes takes its time on a busy machine
+pytestmark = [pytest.mark.thorough, pytest.mark.timeout(900)]  # starting processes is slow on a busy machine
 
 
 def start(config: Path, *overrides: str) -> subprocess.Popen:
@@ -49,7 +49,7 @@ def test_sigterm_on_one_rank_stops_all_with_a_checkpoint(tiny, tmp_path):
     ranks_of(process)[1].send_signal(signal.SIGTERM)
     began = time.monotonic()
     _, err = process.communicate(timeout=60)
-    assert time.monotonic() - began < 30  # torchrun's own grace
+    assert time.monotonic() - began < 30  # torchrun's own grace period
     (saved,) = checkpoints.list_checkpoints(folder / "checkpoints")
     assert checkpoints.verify(saved) == []
     assert "stopped by signal 15" in (folder / "log.txt").read_text()

@@ -1,4 +1,4 @@
-"""train.trainable: what it does not name stays as it is, under every way of sharing the work."""
+"""train.trainable: parameters that it does not name stay the same, however ranks share the work."""
 
 import json
 
@@ -40,7 +40,7 @@ MORE_ADAPTED = {
         "train.checkpoint_shards=true",
     ],
 }  # fmt: skip
-"""Settings of two ranks."""
+"""Settings for two ranks."""
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +60,7 @@ def more_runs(tmp_path_factory, prepared, source):
 
 
 def train(folder, prepared, source, ways):
-    """Each of ``ways``: 4 steps at once, and 2 + 2."""
+    """Train each of ``ways``: 4 steps at once, and 2 + 2."""
     import yaml
 
     from tests.conftest import TINY, merged
@@ -80,7 +80,7 @@ def train(folder, prepared, source, ways):
 
 
 def read(run, step=4):
-    """Weights, and the moments that there are."""
+    """Read a checkpoint's weights, and the moments that it holds."""
     with Tensors(checkpoints.checkpoint_path(run / "checkpoints", step)) as tensors:
         names = tensors.shapes()
         return {name: tensors.get("weight", name) for name in names}, {
@@ -113,7 +113,7 @@ def check(runs, source, way):
 
 
 def check_resumed(runs, way):
-    """2 + 2 steps are 4, bit for bit."""
+    """Check that 2 + 2 steps equal 4, bit for bit."""
     for one, other in zip(read(runs / way), read(runs / f"{way}-parts"), strict=True):
         assert one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
 
@@ -150,7 +150,7 @@ def check_adapters(runs, source, way):
 
 @pytest.mark.parametrize("more", [['train.trainable=["*.mlp.*"]'], ADAPTERS], ids=["mlp", "adapters"])
 def test_the_plan_of_tensor_ranks(tiny, more):
-    """Parameters that ranks hold whole and that are frozen have no gradients to sum: the memory's norm."""
+    """Frozen parameters that every rank holds whole, such as the memory's norm, have no gradients to sum."""
     config = tiny(model={"n_layers": 2, "mixers": ["mag"]})
     whole, plan = (make_plan(task_of(load_config(config, [*more, f"parallel.tensor={n}"])), ranks=n) for n in (1, 2))
     assert (plan.parameters, plan.trained) == (whole.parameters, whole.trained)
@@ -158,7 +158,7 @@ def test_the_plan_of_tensor_ranks(tiny, more):
 
 
 def test_the_plan_counts_adapters(tiny):
-    """(1, in) and (out, 1) of each layer: q, k, v, out (16, 16), gate, up (16, 32), down (32, 16)."""
+    """Each layer has (1, in) and (out, 1): q, k, v, out (16, 16), gate, up (16, 32), down (32, 16)."""
     config = tiny(model={"n_layers": 2, "mixers": ["swa"]})
     plan = make_plan(task_of(load_config(config, ["model.lora.rank=1", 'train.trainable=["*.lora_*"]'])), ranks=1)
     whole = make_plan(task_of(load_config(config)), ranks=1)
@@ -169,7 +169,7 @@ def test_the_plan_counts_adapters(tiny):
 
 def test_the_disk_that_a_plan_names_has_room_for_the_best_and_the_evaluated(tiny):
     def kept(*words: str) -> float:
-        """Checkpoints that the plan of a training of 12 steps has room for."""
+        """Number of checkpoints that the plan of a training of 12 steps has room for."""
         cost = make_plan(task_of(load_config(tiny(train={"max_steps": 12, "checkpoint_every": 1000}), words)), 1).cost
         return cost.disk / cost.one
 

@@ -18,7 +18,7 @@ def clock(monkeypatch):
 
 
 def ranks(*others: list[float], device: str = "cpu") -> SimpleNamespace:
-    """This process as rank 0, and ``others`` with what they gather."""
+    """This process as rank 0, and ``others``: the values that the other ranks gather."""
     gather = lambda own: [own, *others]  # noqa: E731
     return SimpleNamespace(gather=gather, world_size=1 + len(others), device=torch.device(device))
 

@@ -1,4 +1,4 @@
-"""Reactions of our torchrun to processes that end, in one way or another."""
+"""Reactions of our torchrun to processes that end in any way."""
 
 import re
 import signal
@@ -194,7 +194,7 @@ def test_a_port_of_others_is_refused(monkeypatch, listens, message):
         variables["MASTER"] = f"localhost:{port}"
         with pytest.raises(UserError, match=message) if message else nullcontext():
             launcher.check_master(variables, ["a.yaml"])
-        if listens == "another job":  # on purpose
+        if listens == "another job":  # named jobs may share a port
             launcher.check_master(variables | {"TITANS_JOB": "7"}, ["a.yaml"])
 
 

@@ -22,7 +22,7 @@ def test_it_counts_validations_since_the_best():
     found = []
     for step, loss in enumerate([math.nan, 3.0, 3.0, 2.9, math.nan, 2.9], 1):
         patience.note(step, loss)
-        patience.note(step, 0.0)  # a second look at the same step counts nothing
+        patience.note(step, 0.0)  # a second note of the same step does not count
         found.append((patience.best.step, patience.best.since, patience.exhausted))
     assert found == [(1, 0, False), (2, 0, False), (2, 1, False), (4, 0, False), (4, 1, False), (4, 2, True)]
     again = Patience(3, patience.numbers())
@@ -32,7 +32,7 @@ def test_it_counts_validations_since_the_best():
 
 @pytest.fixture
 def go(tiny, tmp_path, monkeypatch):
-    """Trains 14 steps with a validation every second one, whose losses are given; ``go(name, overrides)``."""
+    """``go(name, overrides)`` trains 14 steps; every second one has a validation with a given loss."""
     losses = {2: 3.0, 4: 2.0, 6: 2.5, 8: 2.0, 10: 1.0, 12: 1.0, 14: 1.0}
     given = loop.Trainer._note_validation
 
@@ -62,7 +62,7 @@ def test_a_run_ends_and_keeps_its_best_checkpoint(go, tmp_path, monkeypatch, cap
     rows = read_metrics(run / "metrics.jsonl")
     assert [row["step"] for row in rows if row["kind"] == "validation"] == [2, 4, 6, 8]
 
-    # Stopped between validations, at one, and by a signal before one: it ends as in one go, bit for bit.
+    # Stopped between validations, at one, and by a signal before one: it ends as without stops, bit for bit.
     signals = iter([0, 15])
     for stop in ("train.stop_at=5", "train.stop_at=6", "", ""):
         monkeypatch.setattr(loop.StopSignals, "decide", lambda self, sums: 0 if stop else next(signals, 0))  # noqa: B023
@@ -74,16 +74,16 @@ def test_a_run_ends_and_keeps_its_best_checkpoint(go, tmp_path, monkeypatch, cap
     parts = read_metrics(tmp_path / "parts" / "metrics.jsonl")
     assert [row["step"] for row in parts if row["kind"] == "validation"] == [2, 4, 5, 6, 8]
 
-    # More patience goes on from the end, to a better one.
+    # With more patience the run continues from its end, to a better checkpoint.
     assert go("whole", "train.patience=3") == 0
     assert load_run(run).step == 10 and steps(run) == [10, 14]
-    # The best one is gone: a warning, and the newest.
+    # The best checkpoint is gone: the newest one is loaded.
     shutil.rmtree(checkpoints.checkpoint_path(run / "checkpoints", 10))
     assert load_run(run).step == 14
 
 
 def test_a_validation_between_two_stops_counts(go, tmp_path, monkeypatch):
-    """Stopped at a validation, which the next process takes and logs, and killed before its next checkpoint."""
+    """Stop at a validation, which the next process makes and logs; then kill that one before its next checkpoint."""
     signals = iter([0, 0, 0, 15])
     monkeypatch.setattr(loop.StopSignals, "decide", lambda self, sums: next(signals, 0))
     assert go("run") == 128 + 15
@@ -104,13 +104,13 @@ def test_they_need_validations(tiny, setting):
 
 def test_the_end_of_a_part_is_no_validation_that_ends_the_run(go, tmp_path):
     words = ["train.patience=null", "train.stop_when=loss <= 2"]
-    assert go("run", *words, "train.stop_at=3") == 0  # its validation, of no step that the run has one at, has 0.0
+    assert go("run", *words, "train.stop_at=3") == 0  # the run has no validation at step 3; here it is 0.0
     assert go("run", *words) == 0
     assert load_run(tmp_path / "run").step == 4
 
 
 def test_a_stop_at_the_last_step_leaves_the_best_one_right(go, tmp_path, monkeypatch):
-    """The last validation comes after the stop's checkpoint, which is then of a step that is the best."""
+    """The last validation comes after the stop's checkpoint, whose step it makes the best one."""
     signals = iter([*[0] * 9, 15])
     monkeypatch.setattr(loop.StopSignals, "decide", lambda self, sums: next(signals, 0))
     words = ["train.max_steps=10", "train.patience=5"]
@@ -130,7 +130,7 @@ def test_losses_of_another_validation_do_not_count(go, tmp_path, caplog):
 
 
 def test_a_best_checkpoint_that_is_gone_does_not_count(go, tmp_path, caplog):
-    """train.resume=STEP of a checkpoint whose best one was deleted since."""
+    """train.resume=STEP names a checkpoint whose best one has been deleted since."""
     words = ["train.patience=9", "train.max_steps=8", "train.keep_last=9"]
     assert go("run", *words) == 0
     shutil.rmtree(checkpoints.checkpoint_path(tmp_path / "run" / "checkpoints", 4))

@@ -50,10 +50,10 @@ def test_the_grid_and_the_batch(config):
 ])  # fmt: skip
 @pytest.mark.usefixtures("without_c")
 def test_the_estimate_is_what_autograd_keeps(config, mixer, monkeypatch):
-    """Scaled up from a shorter row, against the real model on the whole row.
+    """Compare an estimate, scaled up from a shorter row, with the real model on the whole row.
 
-    The memory in PyTorch operators, which keep a state for every root of the blocks, not the KEEP_BYTES more that a CPU
-    keeps where it saves time.
+    The memory runs in PyTorch operators, which keep one state in every sqrt(n) of n blocks. KEEP_BYTES is 0 here: on a
+    CPU the operators keep that much more where it saves time.
     """
     monkeypatch.setattr(chunked, "KEEP_BYTES", 0)
     monkeypatch.setattr(chunked, "GROUP_BYTES", 0)
@@ -69,7 +69,7 @@ def test_the_estimate_is_what_autograd_keeps(config, mixer, monkeypatch):
 def test_memory_states_are_kept_for_every_root_of_the_blocks(config):
     settings = config(model={"mixers": ["lmm"]})
     one = 2 * 16 * 32 * 4 * 4  # two matrices, four heads, fp32
-    assert _mixers(settings)["lmm"].kept_state_bytes(128) == 3 * one * 7  # 32 blocks, every fifth
+    assert _mixers(settings)["lmm"].kept_state_bytes(128) == 3 * one * 7  # every fifth of 32 blocks
     settings = config(model={"mixers": ["attention"]})
     assert _mixers(settings)["attention"].kept_state_bytes(128) == 0
 
@@ -80,7 +80,7 @@ BF16 = {"batch_tokens": 1024, "precision": "bf16"}
 @pytest.mark.thorough
 @pytest.mark.usefixtures("interpreter")
 def test_a_gpu_without_one_is_what_its_kernels_keep(config, monkeypatch):
-    """The fused memory's kept states included, by running them in Triton's interpreter."""
+    """The estimate includes the states that the fused memory keeps; the kernels run in Triton's interpreter."""
     settings = config(
         model={"mixers": ["lmm"], "n_layers": 1, "n_heads": 2, "memory": {"depth": 2, "chunk_size": 16}}, train=BF16
     )
@@ -144,7 +144,7 @@ def test_what_cannot_fit_is_refused(config):
 
 @pytest.mark.usefixtures("one_group")
 def test_a_training_builds_its_task_once(tmp_path, monkeypatch):
-    """Plan, engine, data and checkpoints share it."""
+    """Plan, engine, data and checkpoints share one task."""
     made, begin = [], Task.__init__
     monkeypatch.setattr(Task, "__init__", lambda self, config: (made.append(self), begin(self, config))[1])
     words = ["train.max_steps=1", "train.warmup_steps=0", "train.batch_tokens=160", "train.micro_batch=2"]

@@ -30,7 +30,7 @@ def tensors(folder: Path, step: int) -> list[bytes]:
 
 
 def work(folder: Path, prepared: Path, jobs: list[str]) -> Path:
-    """worker.py's ``jobs`` in ``folder``, in one start of two ranks."""
+    """Run worker.py's ``jobs`` in ``folder``, in one start of two ranks."""
     from tests.conftest import TINY, merged
 
     source = {"kind": "files", "path": str(prepared.parent / "text.jsonl")}
@@ -157,7 +157,7 @@ def test_a_launcher_that_is_killed_ends_its_processes_with_a_checkpoint(tiny, tm
     process = start([*LAUNCHER, str(tiny(train={"max_steps": 100_000}))])
     wait_for_steps(folder, process)
     process.kill()
-    process.communicate(timeout=200)  # the processes hold its pipes: this is their end
+    process.communicate(timeout=200)  # waits for the processes, which hold the pipes
     (saved,) = checkpoints.list_checkpoints(folder / "checkpoints")
     assert checkpoints.verify(saved) == []
     assert losses(folder)[-1][0] == checkpoints.step_of(saved)

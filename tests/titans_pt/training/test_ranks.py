@@ -1,4 +1,4 @@
-"""Meeting of a job's processes, or the reason why they do not meet."""
+"""Rendezvous of a job's processes, or the reason why it fails."""
 
 import socket
 from types import SimpleNamespace
@@ -53,7 +53,7 @@ def test_a_port_that_is_in_use_is_named_and_torchrun_may_choose_another(enter):
 
 
 def test_one_process_alone_meets_itself_in_any_temporary_folder(tmp_path, monkeypatch):
-    """A place in a URL would end at the #."""
+    """A path in a URL would end at the #."""
     folder = tmp_path / "a #b ?c%20 \u00e9"
     folder.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(folder))
@@ -74,7 +74,7 @@ def test_one_process_alone_meets_itself_in_any_temporary_folder(tmp_path, monkey
 
 
 def test_ranks_with_other_data_are_refused_by_name(monkeypatch):
-    """As after a copy to the nodes' own disks that one of them missed."""
+    """This happens when one node misses a copy of the data to the nodes' own disks."""
     config = Config.model_validate({"data": {"dir": "/local/text"}})
     data = SimpleNamespace(identity={"data": "new"})
     told = [({"data": "new"}, "a"), ({"data": "new"}, "b"), ({"data": "old"}, "c")]

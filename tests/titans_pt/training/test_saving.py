@@ -42,7 +42,7 @@ def healthy(tmp_path_factory, prepared, one_group):
 
 @pytest.fixture
 def run(healthy, tmp_path):
-    """A copy of the healthy run: ``run(overrides)`` goes on with it; ``run.folder``, ``run.steps()``."""
+    """A copy of the healthy run: ``run(overrides)`` continues it; also ``run.folder`` and ``run.steps()``."""
     config, folder = healthy
     shutil.copytree(folder, tmp_path / "run")
 
@@ -64,7 +64,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 @pytest.mark.thorough
 def test_a_divergence_leaves_the_healthy_checkpoints(run):
-    """Under a launcher that would start it again and again, as torchrun does."""
+    """A launcher such as torchrun would start the run again and again."""
     before = contents(run.folder / "checkpoints")
     assert run.steps() == [10, 15, 20]
     for _ in range(2):
@@ -79,7 +79,7 @@ def test_a_divergence_leaves_the_healthy_checkpoints(run):
 
 @pytest.fixture
 def spoilt(monkeypatch):
-    """``spoilt(steps)``: in these steps of a run that starts at step 0 the logits are NaN."""
+    """``spoilt(steps)`` makes the logits NaN in these steps of a run that starts at step 0."""
 
     def spoil(*steps: int):
         build, take, current = language.build_model, loop.Trainer._train_step, [0]
@@ -281,7 +281,7 @@ def test_runs_that_share_a_spare_disk_keep_their_checkpoints_apart(tmp_path, mon
 
 def test_a_spare_disk_that_is_full_too(tiny, tmp_path, full, caplog, monkeypatch):
     full("checkpoint", 1)
-    monkeypatch.setattr(loop, "check_room", lambda *_, **__: (tmp_path / "file").touch())  # it was there at the start
+    monkeypatch.setattr(loop, "check_room", lambda *_, **__: (tmp_path / "file").touch())  # unusable after the check
     with pytest.raises(OSError) as error:
         loop.train(load_config(tiny(train={"checkpoint_every": 2}), [f"run.spare_dir={tmp_path / 'file'}"]))
     assert error.value.filename.startswith(str(tmp_path / "run"))
@@ -329,7 +329,7 @@ def test_never_refuses_another_command_and_continues_the_same_one(tiny, tmp_path
 
 
 def test_damaged_checkpoints_do_not_count_among_the_newest(run):
-    """A run that starts again before damaged ones keeps as many whole ones as it was told to."""
+    """A run that continues from before damaged checkpoints keeps as many undamaged ones as it was told to."""
     (run.folder / "checkpoints/step-00000020/model.safetensors").write_bytes(b"")
     assert run("train.stop_at=17", "train.keep_last=2") == 0
     assert run.steps() == [15, 17, 20]
@@ -356,7 +356,7 @@ def test_ranks_of_data_draw_numbers_of_their_own():
 
 
 def test_a_validation_after_a_stop_is_one_of_its_step(tiny, tmp_path, monkeypatch):
-    """Settings that change in the course of a training (here TTT's warm-up of its steps) are there again."""
+    """Settings that change during training (here TTT's warm-up of its steps) are restored."""
     model = {"mixers": ["ttt_linear"], "ttt_linear": {"base_lr_warmup": 0.9, "mini_batch": 4}}
     path = tiny(model=model, train={"max_steps": 6, "eval_every": 3, "checkpoint_every": 6, "lr": 0.05})
     found = {}

@@ -1,4 +1,4 @@
-"""Finite spikes: which losses are, and that skipping one changes nothing, a resume in the middle included."""
+"""Finite spikes: which losses count as spikes, and that skipping one changes nothing, also with a resume."""
 
 import math
 from contextlib import nullcontext
@@ -47,7 +47,7 @@ def test_one_spike_hardly_moves_the_limit_and_a_level_that_stays_is_accepted():
 
 @pytest.fixture
 def trained(tiny, tmp_path, ranks, monkeypatch):
-    """``trained(name, spikes, overrides)`` trains a run whose logits are a hundredfold in the steps ``spikes``."""
+    """``trained(name, spikes, overrides)`` trains a run whose logits are a thousandfold in the steps ``spikes``."""
     build, take, current = language.build_model, loop.Trainer._train_step, [0, ()]
 
     def hook(_module, _args, output):

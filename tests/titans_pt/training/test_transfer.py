@@ -18,7 +18,7 @@ from titans_pt.training import loop
 from titans_pt.training.metrics import read_metrics
 
 STILL = ["train.lr=1e-30", "train.weight_decay=0", "train.stop_at=1"]
-"""A step that changes no weight, but for those that are 0: by 1e-30."""
+"""One step that changes no weight except zeros, which it moves by 1e-30."""
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -79,7 +79,7 @@ def test_a_run_starts_with_the_weights_it_is_given(start, source, tmp_path, what
 def test_rows_that_stand_for_no_token_are_added_or_left_out(start, prepared, tmp_path, rows, multiple):
     """A model of 288 tokens takes weights of 288 rows and of a run with room for 500."""
     given = untrained_run(tmp_path / "given", prepared, **rows)
-    if rows == {"vocab_multiple": 1}:  # as before there was the setting
+    if rows == {"vocab_multiple": 1}:  # as before the setting existed
         state = checkpoints.read_state(path := checkpoints.find(given / "checkpoints"))
         del state.config["model"]["vocab_multiple"]
         checkpoints.save(given / "checkpoints", checkpoints.read_weights(path), {}, state)
@@ -127,7 +127,7 @@ def test_weights_that_do_not_fit_are_refused_in_one_line(start, tmp_path, prepar
 
 
 def test_adapters_that_the_given_weights_lack_start_as_they_are_drawn(start, source, tmp_path):
-    """They alone: B at 0, A from the run's seed; a run without adapters does not take weights that have them."""
+    """Only adapters are drawn: B is 0, A is from the run's seed. A run without adapters refuses weights with them."""
     found = start(*STILL, "model.lora.rank=3", 'train.trainable=["*.lora_*"]')
     given = weights(source, 3)
     torch.manual_seed(0)

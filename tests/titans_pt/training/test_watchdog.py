@@ -53,7 +53,7 @@ with process_group() as ranks, Watchdog(ranks, 8.0) as watchdog:
 def script(tmp_path):
     path = tmp_path / "script.py"
     path.write_text(SCRIPT)
-    return [str(path), str(tmp_path / "stacks")]  # a program of run_forked and its first word
+    return [str(path), str(tmp_path / "stacks")]  # a program for run_forked and its first argument
 
 
 @pytest.mark.thorough
@@ -75,7 +75,7 @@ def test_ranks_that_hang_end_the_run_and_every_place_and_stack_is_told(script, t
     assert "all_reduce" in recorded["entries"][-1]["profiling_name"]
 
 
-@pytest.mark.slow  # the clocks below hold the same in one process
+@pytest.mark.slow  # tests with clocks below check the same in one process
 def test_a_run_that_advances_is_left_alone(script, tmp_path):
     result = run_forked(2, *script, "well", "well")
     assert result.returncode == 0, result.stderr
@@ -127,7 +127,7 @@ def test_a_rank_that_stands_still_ends_the_run(watch):
 
 @pytest.mark.parametrize("clock", ["time", "monotonic"])
 def test_a_clock_that_jumps_ends_no_run(monkeypatch, watch, clock):
-    """Somebody sets it; or the process was suspended for an hour, and goes on where it was."""
+    """Somebody sets the clock, or the process was suspended for an hour and continues."""
     watchdog, errors = watch
     watchdog.timeout = 30.0
     watchdog.at("a place")
@@ -160,7 +160,7 @@ def test_a_rank_that_moves_on_before_the_end_is_left_alone(watch, caplog):
 
 
 def test_a_rank_waits_while_another_advances(watch):
-    """As in an evaluation, in which one has many samples left."""
+    """This happens in an evaluation in which one rank has many samples left."""
     watchdog, errors = watch
     watchdog.at("the samples of other ranks")
     for sample in range(40):

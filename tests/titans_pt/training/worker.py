@@ -46,7 +46,7 @@ def switch(config, folder):
 
 
 def evaluate(config, folder):
-    """2 steps, then 2 more, the suites at each second one, cut after the first, on tensor ranks under ZeRO 3."""
+    """2 steps, a stop, 2 more steps; the suites run at every second step, on tensor ranks under ZeRO 3."""
     more = ["parallel.tensor=2", "model.mixers=[lmm]", "train.max_steps=4", "evaluation.every=2",
             "evaluation.suites=[perplexity,needle]", "evaluation.needle.lengths=[600]",
             "evaluation.needle.depths=[0,100]", "evaluation.needle.samples=1", "evaluation.needle.max_new_tokens=4",
@@ -57,8 +57,10 @@ def evaluate(config, folder):
 
 @contextmanager
 def nan_logits(step: int):
-    """On rank 0 the model's logits are NaN in that step's forward passes. Every step is saved, that one too, to be
-    looked at: the run itself would save it only after the next."""
+    """Make the model's logits NaN on rank 0 in the forward passes of step ``step``.
+
+    Every step is saved for the test to look at. The run itself would save that step only after the next.
+    """
     build, step_of = language.build_model, loop.Trainer._train_step
     current = []
 
