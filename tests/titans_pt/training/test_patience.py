@@ -77,7 +77,7 @@ def test_a_run_ends_and_keeps_its_best_checkpoint(go, tmp_path, monkeypatch, cap
     # With more patience the run continues from its end, to a better checkpoint.
     assert go("whole", "train.patience=3") == 0
     assert load_run(run).step == 10 and steps(run) == [10, 14]
-    # The best checkpoint is gone: the newest one is loaded.
+    # The best checkpoint is gone: a warning, and the newest one is loaded.
     shutil.rmtree(checkpoints.checkpoint_path(run / "checkpoints", 10))
     assert load_run(run).step == 14
 
