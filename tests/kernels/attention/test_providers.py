@@ -18,8 +18,7 @@ def warned_of_nothing():
 
 @pytest.fixture
 def installed(monkeypatch, tmp_path):
-    """``installed(version, *files)`` fakes a flash-attn package with this version (None: no version) and these files.
-    """
+    """``installed(version, *files)`` fakes a flash-attn package with these files; version None: no version."""
 
     def put(version, *files):
         for name in files:

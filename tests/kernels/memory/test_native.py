@@ -108,8 +108,7 @@ def test_without_a_compiler_pytorch_serves(tmp_path):
 @pytest.mark.parametrize("forget_to", ["start", "zero"])
 @pytest.mark.parametrize("per_layer", [False, True])
 def test_token_by_token_as_in_one_call(forget_to, per_layer):
-    """Reading token by token, as generation does, agrees with one call; rows are at different offsets in their chunks.
-    """
+    """Token by token, as in generation, agrees with one call; rows are at different offsets in their chunks."""
     *tensors, gain, shift = inputs(2, 11, 3, 8, 12, 2, dtype=torch.float64)
     sequence, weights = tensors[:6], tuple(tensors[6:])
     if per_layer:
