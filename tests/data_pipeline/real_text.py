@@ -74,7 +74,7 @@ def _write(home: Path, rows: list[dict], number: int, row_group: int) -> None:
 
 
 def debian_rows(folder: Path) -> Iterator[dict]:
-    """Downloads and unpacks the packages under ``folder`` and yields their text."""
+    """Download and unpack the packages under ``folder`` and yield their text."""
     for package, version in PACKAGES.items():
         subprocess.run(["apt-get", "download", "-q", f"{package}={version}"], cwd=folder, check=True)
         [archive] = folder.glob(f"{package}_*.deb")

@@ -122,7 +122,7 @@ def test_killed_ten_times(many, workers):
 
 
 def test_stopped_at_any_step_of_writing(many, monkeypatch):
-    """Calls stop before a random rename until one finishes: every state a kill can leave, independent of timing."""
+    """Calls stop before a random rename until one finishes: they leave states like a kill's, independent of timing."""
 
     class Stop(BaseException):
         pass

@@ -128,7 +128,7 @@ def test_validation_from_a_source_of_its_own(config, texts, tmp_path):
 
 
 def test_near_duplicates_are_left_out(config, tmp_path, monkeypatch):
-    """Of a text and its copies with exchanged words only the first stays, for any number of processes."""
+    """Only the first stays of a text and its copies with exchanged words, for any number of processes."""
     monkeypatch.setattr("titans_pt.data_pipeline.sources.PART_BYTES", 9000)
     random = Random(0)
     originals = [" ".join(random.choices("abcdefghijklmnopqrstuvwxyz", k=300)) for _ in range(40)]
@@ -574,7 +574,7 @@ def test_what_is_not_read_is_in_the_summary(config, tmp_path, texts, capsys):
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_names_and_ids_that_are_not_utf8_reach_every_file(config, tmp_path, texts, workers, monkeypatch, capsys):
-    """The output folder's name is Latin-1 as well as the input's; rejected input is reported with its place."""
+    """Input and output folders have Latin-1 names; rejected input is reported with its place."""
     monkeypatch.setattr("titans_pt.data_pipeline.sources.PART_BYTES", 3000)
     root, out = tmp_path / os.fsdecode(b"t\xe9xt"), tmp_path / os.fsdecode(b"d\xe9ta")
     root.mkdir()

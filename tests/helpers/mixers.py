@@ -37,7 +37,7 @@ def own_settings(mixers: list[str]) -> dict:
 NAMES = MIXERS.built_in()
 """Every mixer of the package."""
 BASELINES = sorted(OWN.keys() - {"rmt"})
-"""Baseline mixers that are only a mixer; RMT wraps the model."""
+"""Baselines that only replace the mixer; RMT wraps the whole model."""
 FORMS = ("attention", "mac", "mal", "gated_deltanet", "mamba", "ttt_mlp", "hope", "rmt")
 """One mixer for each form of state."""
 EVERY = [pytest.param(name, marks=() if name in FORMS else pytest.mark.thorough) for name in NAMES]

@@ -12,7 +12,7 @@ from titans_pt.kernels.linear_memory import fla
 
 @pytest.mark.parametrize("changed", [False, True])
 def test_a_copy_of_any_version_leaves_the_packages_operators_alone(changed, tmp_path, monkeypatch):
-    """An older version's operator has other arguments. If it took the name, the package could not call its own one."""
+    """An older version's operator has other arguments. If it took the name, the package could not call its own."""
     name = "transformers_modules.folder.titans_pt_kernels_linear_memory_fla"
     text = Path(fla.__file__).read_text(encoding="utf-8")
     path = tmp_path / "copy.py"

@@ -1,4 +1,4 @@
-"""What a lossy tokenizer loses, by the probed kinds of text and by the documents that change."""
+"""Losses of a lossy tokenizer, by the probed kinds of text and by the documents that change."""
 
 import io
 import json

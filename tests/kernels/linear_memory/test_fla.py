@@ -96,7 +96,7 @@ def test_equals_the_definition(served, resets, decay, delta, erase, documents, s
 def test_torch_compile_takes_it_whole(served, resets, decay, delta, erase, steps):
     torch._dynamo.reset()  # else it makes shapes dynamic that differ from another case's
     tensors = make(3, 30, 2, 4, 6, decay=decay, delta=delta, erase=erase, steps=steps)
-    # A decay per head is RetNet's: a constant.
+    # A decay per head is a constant, as in RetNet.
     leaves = [x.requires_grad_() for name, x in tensors.items() if (name, decay) != ("decay", "head")]
 
     def call(backend):

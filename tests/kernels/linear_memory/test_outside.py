@@ -42,7 +42,7 @@ def compare(theirs, tensors: dict[str, Tensor], tolerance=1e-12, backend="chunke
     ("kda", "naive_recurrent_kda", "channel", True),
 ])  # fmt: skip
 def test_fla(reference, module, function, decay, delta, strength):
-    """scale=1. flash-linear-attention calls decay and beta g and beta."""
+    """With scale=1. flash-linear-attention's name for decay is g; beta is also beta there."""
     call = reference("fla", f"ops.{module}.naive", function)
     names = {"decay": "g"}
 

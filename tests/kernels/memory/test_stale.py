@@ -1,4 +1,4 @@
-"""The memory read in its state at the chunk's start, against the definition: outputs, final state, gradients."""
+"""Reads of the memory as of its chunk's start, against the definition: outputs, final state, gradients."""
 
 import pytest
 import torch

@@ -102,7 +102,7 @@ def test_any_mixer_streams_with_it(mixer, tmp_path):
 
 
 def test_levels_move_at_their_own_pace():
-    """A level uses a token's update only after its period: a changed token affects no later token before that."""
+    """A level uses a token's update only after its period; until then a changed token affects no later output."""
     torch.manual_seed(0)
     x = torch.randn(1, 16, 16, dtype=torch.float64)
     changed = x.clone()

@@ -58,7 +58,7 @@ def oracle(layer, x, start=None):
 @pytest.mark.parametrize("rule", ["muon", "lact", "moneta"])
 @pytest.mark.parametrize("locals_", [(), (4,)])
 def test_every_token_of_a_prefix_is_written_to_every_memory(rule, locals_):
-    """This holds also for rules that write at chunk ends, although the prefix is shorter than the global chunk."""
+    """This holds also for rules that write at chunk ends, with a prefix shorter than the global memory's chunk."""
     own = load_config("quickstart", [f"model.memory.rule={rule}"]).model.memory.section(rule)
     layer = make(chunk=32, shard=32, locals_=locals_, **{"rule": rule, rule: own})
     prefix = torch.randn(1, 6, WIDTH, dtype=torch.float64, requires_grad=True)

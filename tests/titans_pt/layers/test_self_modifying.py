@@ -109,7 +109,7 @@ def test_it_equals_the_definition_by_autograd(memory):
     {"rule": "omega", "omega": {"window": 3, "degree": 2}},
 ], ids=str)  # fmt: skip
 def test_any_rule_under_an_author_equals_its_definition(memory, monkeypatch):
-    """Two rows with different documents continue from the middle of a chunk; the final state is compared as well."""
+    """Two rows with different documents continue from the middle of a chunk; the final states are also compared."""
     found, x = layer(**memory), inputs()
     reset = torch.zeros(2, T, dtype=torch.bool)
     reset[0, 4] = reset[1, 6] = reset[1, 7] = True

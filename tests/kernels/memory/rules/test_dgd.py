@@ -15,7 +15,7 @@ MATRIX = NetworkShape(D, D, depth=1, norm=False, residual=False)
 
 
 def test_a_step_is_the_least_of_its_squares():
-    """For a long input x, a step minimises theta ||W^T x + g||^2 + ||W - (1 - alpha) W_0||^2 (solved by its slope)."""
+    """For a long input x, a step minimises theta ||W^T x + g||^2 + ||W - (1 - alpha) W_0||^2: its slope is zero."""
     gen = torch.Generator().manual_seed(0)
     x, v = (3 * torch.randn(D, generator=gen, dtype=torch.float64) for _ in range(2))
     start = torch.randn(D, D, generator=gen, dtype=torch.float64)
