@@ -1,4 +1,4 @@
-"""Common fixtures of tests: a tiny prepared corpus, and a tiny model's settings on it."""
+"""Fixtures shared by all tests: a tiny prepared corpus, and a tiny model's settings."""
 
 import json
 import os
@@ -11,16 +11,16 @@ import torch
 import yaml
 from hypothesis import settings
 
-# Triton decides when it is imported: without a GPU, its interpreter runs the kernels on tensors of the CPU.
+# Triton decides at import. Without a GPU, its interpreter runs the kernels on CPU tensors.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
-# Tests side by side share the cores. If each took all of them, threads that spin for work would slow all down tenfold.
+# Parallel tests share the cores. If each used all cores, threads that spin for work would slow all down tenfold.
 if (workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))) > 1:
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // workers)))
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
-# The same examples in every run: a red test is the change's fault. Search wider with --hypothesis-profile=default.
+# Every run draws the same examples: a failure is the change's fault. --hypothesis-profile=default searches more widely.
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")
 
@@ -29,7 +29,7 @@ LONGEST = (
     "test_compile", "test_memory", "test_training", "test_operators", "test_equality", "test_contract", "test_answers",
     "test_context", "test_engine", "test_damage", "test_launch", "test_modeling", "test_huggingface", "test_results",
 )  # fmt: skip
-"""Files that take longest come first: side by side, no process is then left with one of them at the end."""
+"""Files that take longest. They run first, so that no parallel process is left with one of them at the end."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]):
@@ -37,7 +37,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]):
 
 
 class AtOnce:
-    """Shows failures of GPU tests as they come: a run that its machine's time limit cuts would keep them to itself."""
+    """Show failures of GPU tests at once: a run that is cut by its machine's time limit would not report them."""
 
     def __init__(self, config: pytest.Config):
         self.config = config
@@ -52,8 +52,10 @@ def pytest_configure(config: pytest.Config):
 
 
 def pytest_runtest_setup(item: pytest.Item):
-    """After an illegal access a process can do nothing more on its GPU, and every later test would fail in turn: with
-    xdist it ends, which costs the next test only, and another process goes on."""
+    """End the process after an illegal access: it can do nothing more on its GPU, and every later test would fail.
+
+    With xdist only the next test is lost, and another process continues.
+    """
     if torch.cuda.is_initialized() and "PYTEST_XDIST_WORKER" in os.environ:
         try:
             torch.cuda.synchronize()
@@ -63,13 +65,13 @@ def pytest_runtest_setup(item: pytest.Item):
 
 @pytest.fixture
 def without_c(monkeypatch):
-    """PyTorch's operators serve what C would: torch's counters and hooks see them."""
+    """Replace C by PyTorch's operators, which torch's counters and hooks see."""
     monkeypatch.setattr("titans_pt.kernels.native.library", lambda *_: "switched off by a test")
 
 
 @pytest.fixture
 def assembler(tmp_path):
-    """``assembler("12.9.86")``: path of a program that says it is ptxas of this version."""
+    """``assembler("12.9.86")``: path of a program that claims to be ptxas of this version."""
     made = []
 
     def put(version: str) -> str:
@@ -98,7 +100,7 @@ TINY = {
 
 
 def merged(base: dict, top: dict) -> dict:
-    """``base`` with ``top`` over it, key by key; neither is changed."""
+    """Merge ``top`` over ``base``, key by key; neither is changed."""
     out = dict(base)
     for key, value in top.items():
         out[key] = merged(out[key], value) if isinstance(value, dict) and isinstance(out.get(key), dict) else value
@@ -106,7 +108,7 @@ def merged(base: dict, top: dict) -> dict:
 
 
 def prepare_corpus(folder: Path, documents: int = 60) -> Path:
-    """Token files of a small made-up text under ``folder``, some 160 tokens a document; returns their data.dir."""
+    """Write token files of a made-up text under ``folder``, about 160 tokens per document; return their data.dir."""
     from titans_pt.config import Config
     from titans_pt.data_pipeline.prepare import prepare
 
@@ -122,22 +124,22 @@ def prepare_corpus(folder: Path, documents: int = 60) -> Path:
 
 @pytest.fixture(scope="session")
 def interpreter():
-    """Triton's interpreter (unused where there is a GPU), made usable."""
+    """Make Triton's interpreter (unused with a GPU) usable."""
     import triton.language as tl
     from triton.runtime import interpreter
 
     swap, swap_tensor = interpreter._patch_lang, interpreter._patch_lang_tensor
 
     def once(fn):
-        """It swaps all functions of triton.language at every call of a device function, which is most of its time; one
-        swap a kernel is enough."""
+        """Swap the functions of triton.language once per kernel: the interpreter does it at every call of a device
+        function, which takes most of its time."""
         modules = [m for m in fn.__globals__.values() if m is tl or m is tl.core]
         if modules and not any(tl.core.is_builtin(m.load) for m in modules):
             return interpreter._LangPatchScope()
         return swap(fn)
 
     def with_numbers(tensor, scope):
-        """Before Triton 3.9, a number in a tensor is an array of one entry, which NumPy 2.4 no longer takes for one."""
+        """Before Triton 3.9, a number in a tensor is an array with one entry, which NumPy 2.4 no longer converts."""
         swap_tensor(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
@@ -148,13 +150,13 @@ def interpreter():
 
 @pytest.fixture(scope="session")
 def prepared(tmp_path_factory) -> Path:
-    """A data.dir with token files of a small made-up text; do not write there."""
+    """A data.dir with token files of a small made-up text; tests must not write there."""
     return prepare_corpus(tmp_path_factory.mktemp("corpus"))
 
 
 @pytest.fixture(scope="session")
 def ranks():
-    """This process as a group of one, for all in-process training: DeepSpeed keeps the first group it sees."""
+    """This process as a group of one, for all training in this process: DeepSpeed keeps the first group it sees."""
     from titans_pt.training.ranks import process_group
 
     with process_group() as alone:
@@ -163,7 +165,7 @@ def ranks():
 
 @pytest.fixture(scope="module")
 def one_group(ranks):
-    """Trainings of a module run in the group of ``ranks``: a process has one group at a time."""
+    """Run a module's trainings in the group of ``ranks``: a process has one group at a time."""
     from titans_pt.training import loop
 
     with pytest.MonkeyPatch.context() as patch:
@@ -175,7 +177,7 @@ def one_group(ranks):
 def tiny(prepared, tmp_path):
     """``tiny(section={key: value}, ...)`` writes a tiny config file with these changes and returns its path.
 
-    It trains in seconds on ``prepared``; run.dir is a fresh folder under the test's own.
+    It trains in seconds on ``prepared``; run.dir is a new folder under tmp_path.
     """
     source = {"kind": "files", "path": str(prepared.parent / "text.jsonl")}
     base = merged(TINY, {"run": {"dir": str(tmp_path / "run")}, "data": {"dir": str(prepared), "sources": [source]}})

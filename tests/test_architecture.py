@@ -1,4 +1,4 @@
-"""docs/architecture.md says what the code says: paths, members, and which folder imports which."""
+"""docs/architecture.md agrees with the code: paths, members, and which folder imports which."""
 
 import ast
 import inspect
@@ -35,13 +35,13 @@ def words(text: str) -> list[str]:
 
 
 def column(section: str, header: str) -> list[str]:
-    """The first cells of the table in ``section`` whose head begins with ``header``."""
+    """First cells of the table in ``section`` whose header begins with ``header``."""
     table = re.search(rf"^\| {re.escape(header)} \|.*\n\|---.*\n((?:\|.*\n)+)", SECTIONS[section], re.M)[1]
     return [row.split("|")[1].strip() for row in table.splitlines()]
 
 
 def public(cls: type) -> set[str]:
-    """The public members that ``cls`` itself defines or annotates."""
+    """Public members that ``cls`` itself defines or annotates."""
     return {name for name in {*vars(cls), *inspect.get_annotations(cls)} if not name.startswith("_")}
 
 
@@ -127,31 +127,31 @@ def test_everything_that_the_page_names_exists():
 
 
 def rows() -> list[list[str]]:
-    """The rooms of each row of the page, lowest row first, as patterns of paths."""
+    """Folders and files of each row of the page, lowest row first, as path patterns."""
     return [words(cell) for cell in reversed(column("Which folder imports which", "from top to bottom"))]
 
 
 def row_of(path: str) -> tuple[int, str]:
-    """(row, room) of a module's path from the root."""
+    """Return (row, pattern) for a module's path from the root."""
     found = [
         (n, room)
         for n, rooms in enumerate(rows())
         for room in rooms
         if (path.startswith(room) if room.endswith("/") else fnmatch(path, room))
     ]
-    found = [row for row in found if row[1] == path] or found  # a file that is named leaves its folder's row
+    found = [row for row in found if row[1] == path] or found  # a named file does not count to its folder's row
     assert len(found) == 1, f"{path}: in no row of docs/architecture.md, or in several: {found}"
     return found[0]
 
 
 def modules() -> dict[str, str]:
-    """Dotted name -> path from the root of every module of ours; those that only start the program are left out."""
+    """Return {dotted name: path from the root} of our modules, except those that only start the program."""
     found = {}
     for package in PACKAGES:
         for file in package.rglob("*.py"):
             path = file.relative_to(ROOT)
             if path.parts[1] in ("kernels", "data_pipeline"):
-                continue  # the links: their folders at the top are PACKAGES themselves
+                continue  # links: the folders that they point to are in PACKAGES
             parts = path.with_suffix("").parts
             parts = parts if parts[0] == "titans_pt" else ("titans_pt", *parts)
             found[".".join(parts).removesuffix(".__init__")] = path.as_posix()
@@ -159,7 +159,7 @@ def modules() -> dict[str, str]:
 
 
 def imports(tree: ast.AST, inside: bool = False):
-    """(dotted name, whether inside a function) of every import of ours under ``tree``."""
+    """Yield (dotted name, whether inside a function) for every import under ``tree``."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.Import):
             yield from ((alias.name, inside) for alias in node.names)
@@ -194,7 +194,7 @@ def test_every_room_of_the_page_exists():
 
 
 def test_parallelism_comes_from_outside():
-    """More than the rows say: models and layers, in functions neither, never import torch.distributed or parallel/."""
+    """Beyond the rows: models and layers never import torch.distributed or parallel/, not even in functions."""
     for name, path in modules().items():
         if name.startswith(("titans_pt.models", "titans_pt.layers", "titans_pt.kernels")):
             for imported, _ in imports(ast.parse((ROOT / path).read_text())):

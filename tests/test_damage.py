@@ -33,7 +33,7 @@ def flipped(content: bytes, draw: random.Random) -> bytes:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory, prepared):
-    """A run, its results, a state, token files and a config."""
+    """An undamaged folder with a run, its results, a state, token files and a config."""
     folder = tmp_path_factory.mktemp("whole")
     shutil.copytree(prepared, folder / "data")
     untrained_run(folder / "run", prepared)
@@ -62,7 +62,7 @@ COMMANDS = {
         "data/manifest.json", "data/train.idx", "data/train.crc32", "data/validation.idx", "data/tokenizer.model",
     ],
 }  # fmt: skip
-"""Each refuses every damage to these files."""
+"""Files of each command, which refuses every damage to them."""
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
@@ -84,7 +84,7 @@ def test_damage_is_refused_in_one_line(whole, tmp_path, capsys, caplog, command,
         elif changed is not None:
             path.write_bytes(changed)
         status = cli.run(words)
-        if status == 0 and name == "run/config.yaml":  # which users may change
+        if status == 0 and name == "run/config.yaml":  # users may change it
             assert "config.yaml: damaged, or changed since training wrote it" in caplog.text
         else:
             assert status == 2, name

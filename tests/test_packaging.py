@@ -1,4 +1,4 @@
-"""Installed files: one name of our own, whole, with the configs, and next to Hugging Face's package kernels."""
+"""Installed files: one top-level name, complete, with the configs, next to Hugging Face's package kernels."""
 
 import os
 import shutil
@@ -20,17 +20,17 @@ FOLDERS = (
 
 
 def copy_checkout(folder: Path) -> Path:
-    """The checkout without what git ignores: setuptools writes into the tree that it builds."""
+    """Copy the checkout without ignored files: setuptools writes into the tree that it builds."""
     for name in FOLDERS:
         shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     for file in ROOT.iterdir():
-        if file.is_file() and file.name != ".git":  # a file where the checkout is a worktree
+        if file.is_file() and file.name != ".git":  # .git is a file in a worktree
             shutil.copy(file, folder)
     return folder
 
 
 def build(kind: str, source: Path, out: Path) -> Path:
-    """Builds a "wheel" or an "sdist" as pip would, with the setuptools that is installed: no network."""
+    """Build a "wheel" or an "sdist" like pip, with the installed setuptools and no network."""
     program = f"import sys, setuptools.build_meta as b; b.build_{kind}(sys.argv[1])"
     out.mkdir(exist_ok=True)
     result = subprocess.run([sys.executable, "-c", program, str(out)], cwd=source, capture_output=True, text=True)
@@ -45,7 +45,7 @@ def contents(wheel: Path) -> dict[str, bytes]:
 
 
 def files(folder: Path) -> set[str]:
-    """Paths of the files under ``folder``, links followed, relative to the folder that holds it."""
+    """Paths of the files under ``folder``, relative to its parent; links are followed."""
     found = (Path(root, name) for root, _, names in os.walk(folder, followlinks=True) for name in names)
     return {path.relative_to(folder.parent).as_posix() for path in found if "__pycache__" not in path.parts}
 
@@ -57,7 +57,7 @@ def wheel(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def sdist(tmp_path_factory) -> Path:
-    """The unpacked sdist."""
+    """Folder of the unpacked sdist."""
     built = build("sdist", copy_checkout(tmp_path_factory.mktemp("checkout")), tmp_path_factory.mktemp("sdist"))
     folder = tmp_path_factory.mktemp("unpacked")
     with tarfile.open(built) as archive:
@@ -118,7 +118,7 @@ def test_a_config_and_a_trained_model_are_found_by_their_names_outside_the_check
 @pytest.mark.parametrize("place", ["the checkout", "elsewhere"])
 @pytest.mark.parametrize("order", ["ours first", "theirs first"])
 def test_another_package_called_kernels_is_found(site, tmp_path, place, order):
-    """From the checkout, too, where our folder of that name is next to the program."""
+    """This works also from the checkout, where our folder of that name is next to the program."""
     (tmp_path / "kernels").mkdir()
     (tmp_path / "kernels/__init__.py").write_text("get_kernel = 'theirs'")
     paths = [str(site), str(tmp_path)]
@@ -129,7 +129,7 @@ def test_another_package_called_kernels_is_found(site, tmp_path, place, order):
     assert out == "theirs\n"
 
 
-# A pair that accept each other: transformers imports kernels where its version suits it.
+# A compatible pair: transformers imports kernels only if its version fits.
 THEIRS = ["transformers==5.20.2", "kernels==0.17.2"]
 TOGETHER = """
 from kernels import get_kernel
@@ -159,12 +159,12 @@ print(importlib.util.find_spec("titans_pt"))
 @pytest.mark.parametrize("order", ["ours first", "theirs first"])
 @pytest.mark.parametrize("way", ["wheel", "editable"])
 def test_beside_hugging_faces_kernels(wheel, tmp_path, way, order):
-    """Both work, from the checkout and elsewhere, and theirs is whole after ours is uninstalled."""
+    """Both packages work, from the checkout and elsewhere; theirs is complete after ours is uninstalled."""
     checkout = copy_checkout(tmp_path / "checkout")
     subprocess.check_call([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "venv")])
     python = str(tmp_path / "venv/bin/python")
     packages = sysconfig.get_path("purelib", vars={"base": str(tmp_path / "venv")})
-    # What is installed here serves there too, except what its .pth files add: an editable titans_pt.
+    # The new environment also uses the packages installed here, except an editable titans_pt (added by a .pth file).
     Path(packages, "others.pth").write_text(sysconfig.get_path("purelib"))
 
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}

@@ -51,7 +51,7 @@ def test_every_change_passes_the_default_and_the_thorough_tests():
     steps = (ROOT / ".ci/run").read_text().splitlines()[-3:]
     assert steps == ["make lint", "make test", "make thorough"]
     default, thorough = (re.search(r' -m "(.+?)"', _recipe(name)) for name in ("test", "thorough"))
-    assert default is None  # that of pyproject.toml
+    assert default is None  # the default is in pyproject.toml
     assert "-m 'not thorough and not slow and not gpu'" in PYPROJECT["tool"]["pytest"]["ini_options"]["addopts"]
     assert thorough[1] == "thorough and not slow and not gpu"
 
@@ -75,7 +75,7 @@ def test_lint_checks_style_and_types_and_so_does_each_commit():
 
 
 def test_types_of_whole_rooms_are_checked():
-    """Every file of them: no room is left out, no error is hidden."""
+    """Every file of these folders is checked: no folder is left out, no error is hidden."""
     settings = PYPROJECT["tool"]["mypy"]
     checked = {path for pattern in settings["files"] for path in ROOT.glob(pattern)}
     assert {ROOT / "titans_pt" / room for room in ("config", "runs", "tasks", "training")} <= checked
@@ -97,6 +97,6 @@ def test_an_ignored_type_error_has_a_code_and_a_reason():
 
 
 def _recipe(target: str) -> str:
-    """The commands of a target of the Makefile, a line each."""
+    """Commands of a Makefile target, one per line."""
     (found,) = re.findall(rf"^{target}:.*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(), re.M)
     return found.replace("\t", "")

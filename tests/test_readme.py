@@ -1,4 +1,4 @@
-"""The README and all other pages name only what exists."""
+"""The README and all other pages name only existing files, commands and settings."""
 
 import re
 import shlex
@@ -27,7 +27,7 @@ def settings() -> frozenset[str]:
 
 
 def commands():
-    """Words of every titans or launch line on a page that names a file in configs/."""
+    """Yield the words of every titans or launch line on a page that names a file in configs/."""
     for page in PAGES:
         text = page.read_text().replace("\\\n", " ")
         for line in re.findall(r"^\s*((?:titans|launch/torchrun.sh) [^\n]*)$", text, re.M):
@@ -46,7 +46,7 @@ def test_commands_parse_and_their_settings_are_valid():
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 def test_every_command_line_is_one_that_the_program_takes(page):
-    """Lines of their own, and words in backticks; without the table of all commands, and names without arguments."""
+    """Check separate lines and words in backticks, except the table of commands and names without arguments."""
     text = page.read_text().replace("\\\n", " ")
     for line in re.findall(r"(?:^ *|`)titans ([a-z][^`\n]*?)(?=  |`|$)", text, re.M):
         if not re.search(r"\||RUN\.\.\.|\[KEY", line) and tuple(line.split()) not in dict(leaves()):
@@ -54,7 +54,7 @@ def test_every_command_line_is_one_that_the_program_takes(page):
 
 
 def test_the_table_of_commands_is_the_program():
-    """Its groups, its commands in full, and that the arguments and options after them exist."""
+    """The table has all groups and commands, and only existing arguments and options."""
     known, listed = dict(leaves()), {}
     for section, lines in re.findall(r"^(\w+)\n((?:  titans .*\n)+)", COMMANDS, re.M):
         for usage, about in re.findall(r"^  titans (.*?)  +(.*)$", lines, re.M):
@@ -98,7 +98,7 @@ def test_links_lead_to_sections():
 
 
 def test_the_notebook_is_newest_first_and_its_index_has_every_entry():
-    """Each title has a date and a verdict; what is superseded says by which entry, as the index does."""
+    """Each title has a date and a verdict; a superseded entry names the entry that replaces it, as does the index."""
     index, _, entries = (ROOT / "docs/notebook.md").read_text().partition("\n## ")
     titles = re.findall(r"^## (.+)$", "## " + entries, re.M)
     dates = [re.fullmatch(r"(\d{4}-\d\d-\d\d) .+ \((?:works|negative|mixed|measured)\)", title)[1] for title in titles]
@@ -110,7 +110,7 @@ def test_the_notebook_is_newest_first_and_its_index_has_every_entry():
 
 
 def rows_of_models() -> list[tuple[str, list[str]]]:
-    """Setting and names of each row of the README's table of models."""
+    """Return (setting, names) for each row of the README's table of models."""
     section = (ROOT / "README.md").read_text().partition("\n## Models\n")[2].partition("\n## ")[0]
     cells = [row.split("|")[2:4] for row in re.findall(r"^\| \w.*$", section, re.M)]
     return [(re.search("`(.+)`", setting)[1], re.findall("`(.+?)`", names)) for setting, names in cells]
@@ -121,7 +121,7 @@ def test_the_readme_lists_every_mixer_and_every_rule():
     for setting, names in rows_of_models():
         assert load_config("quickstart", [word.replace("NAME", (names or [""])[0]) for word in shlex.split(setting)])
         listed.setdefault(setting, []).extend(names)
-    # Without those that other tests have registered in this process.
+    # Without mixers and rules that other tests have registered in this process.
     mixers, rules = ({name for name in kind.names() if kind.find(name).__module__.startswith("titans_pt.")}
                      for kind in (MIXERS, RULES))  # fmt: skip
     only_by_conversion = {"mab", "liza"}
@@ -162,7 +162,7 @@ def test_names_of_models_are_spelled_out_where_they_first_stand(page):
 
 
 def test_every_variable_of_our_own_is_explained():
-    """TITANS_NAME: as a literal, or put together from NAME by the launcher, and in the scripts."""
+    """Variables are TITANS_NAME, as a literal in code and scripts, or built from NAME by the launcher."""
     page = (ROOT / "docs/troubleshooting.md").read_text()
     told = set(re.findall(r"`(TITANS_[A-Z]+)`", page[page.index("## Environment variables") :]))
     launcher = (ROOT / "titans_pt/training/launcher.py").read_text()

@@ -1,10 +1,10 @@
-"""A small imitation of the Hugging Face hub over HTTP: the endpoints that ``datasets`` asks of it, serving a folder.
+"""A small imitation of the Hugging Face hub over HTTP: serves a folder through the endpoints that ``datasets`` uses.
 
     with Hub(folder) as hub:            # folder holds OWNER/NAME/..., as write_layout makes it
         subprocess.run(..., env=os.environ | {"HF_ENDPOINT": hub.address})
 
-What is asked is listed in ``hub.requests``; the next ``hub.breaks`` answers with a file's content are cut in the
-middle, as by a network that fails.
+``hub.requests`` lists all requests. The next ``hub.breaks`` answers with a file's content are cut in the middle, as
+by a failing network.
 """
 
 import hashlib
@@ -17,11 +17,11 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 
 class Hub:
-    """Serves the datasets under ``folder`` until the block ends.
+    """Server of the datasets under ``folder``, until the with block ends.
 
     Attributes:
         address: for HF_ENDPOINT. requests: (method, path) of every request so far.
-        breaks: how many of the next answers with a file's content are cut.
+        breaks: number of next answers with a file's content that are cut.
     """
 
     def __init__(self, folder: Path):
@@ -43,7 +43,7 @@ class Hub:
         return {path.relative_to(root).as_posix(): path for path in sorted(root.rglob("*")) if path.is_file()}
 
     def commit(self, repository: str) -> str:
-        """Changes with any file, as a commit does."""
+        """Return a hash that changes with any file, as a commit's does."""
         digest = hashlib.sha1()
         for name, path in self.files(repository).items():
             digest.update(f"{name} {oid(path)}\n".encode())
@@ -56,7 +56,7 @@ def oid(path: Path) -> str:
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True  # else each answer waits for 40 ms between head and content
+    disable_nagle_algorithm = True  # else each answer waits 40 ms between header and content
     hub: Hub
 
     def log_message(self, *_) -> None:

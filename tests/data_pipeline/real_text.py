@@ -1,8 +1,8 @@
-"""A corpus of real text from Debian's packages, laid out as FineWeb-Edu: 82 million tokens, nothing of it kept here.
+"""A corpus of real text from Debian's packages, laid out like FineWeb-Edu: 82 million tokens, not kept in this folder.
 
     python tests/data_pipeline/real_text.py FOLDER      (downloads 86 MB through apt-get; needs Debian 12)
 
-In FOLDER the production call then reads it: kind=hub path=HuggingFaceFW/fineweb-edu name=sample-10BT.
+The production call then reads it in FOLDER: kind=hub path=HuggingFaceFW/fineweb-edu name=sample-10BT.
 """
 
 import gzip
@@ -21,10 +21,10 @@ PACKAGES = {
     "linux-doc-6.1": "6.1.176-1", "dict-gcide": "0.48.5+nmu2", "python3.11-doc": "3.11.2-6+deb12u8",
     "anarchism": "15.3-3", "perl-doc": "5.36.0-7+deb12u3", "wordnet-base": "1:3.0-37",
 }  # fmt: skip
-"""With their versions in Debian 12.15: figures of different days are comparable only if the text is the same."""
+"""Packages and their versions in Debian 12.15: measurements are comparable over time only with the same text."""
 SUFFIXES = (".txt", ".rst", ".html", ".pod", ".md", ".dict", ".adj", ".adv", ".noun", ".verb")
 PARAGRAPHS = 4000
-"""Characters of a document that is cut out of a file of many entries."""
+"""Least characters of a document cut out of a file of many entries."""
 README = """---
 configs:
 - config_name: sample-10BT
@@ -53,7 +53,7 @@ def fineweb_row(text: str, identity: str, number: int) -> dict:
 
 
 def write_layout(root: Path, rows: Iterator[dict], rows_a_file: int, row_group: int = 1000) -> Path:
-    """HuggingFaceFW/fineweb-edu with a sample-10BT of these rows under ``root``."""
+    """Write HuggingFaceFW/fineweb-edu with a sample-10BT of these rows under ``root``."""
     home = root / "HuggingFaceFW" / "fineweb-edu"
     (home / "sample" / "10BT").mkdir(parents=True)
     (home / "README.md").write_text(README)
@@ -74,7 +74,7 @@ def _write(home: Path, rows: list[dict], number: int, row_group: int) -> None:
 
 
 def debian_rows(folder: Path) -> Iterator[dict]:
-    """Downloads and unpacks the packages under ``folder`` and yields their text."""
+    """Download and unpack the packages under ``folder`` and yield their text."""
     for package, version in PACKAGES.items():
         subprocess.run(["apt-get", "download", "-q", f"{package}={version}"], cwd=folder, check=True)
         [archive] = folder.glob(f"{package}_*.deb")
@@ -96,7 +96,7 @@ def debian_rows(folder: Path) -> Iterator[dict]:
 
 
 def _documents(text: str) -> Iterator[str]:
-    """A file as one document; a dictionary in pieces of some entries each."""
+    """Yield a file as one document, but a dictionary in pieces of several entries each."""
     if len(text) < 1_000_000:
         yield text
         return
@@ -113,5 +113,5 @@ if __name__ == "__main__":
     root = Path(sys.argv[1])
     (root / "debian").mkdir(parents=True)
     rows = list(debian_rows(root / "debian"))
-    random.Random(0).shuffle(rows)  # as FineWeb-Edu is: any stretch of it is a sample of the whole
+    random.Random(0).shuffle(rows)  # like FineWeb-Edu, where any part is a sample of the whole
     write_layout(root, iter(rows), rows_a_file=4000)

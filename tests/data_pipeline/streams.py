@@ -1,4 +1,4 @@
-"""Streams of tokens in memory, for tests of what is cut from them."""
+"""Streams of tokens in memory, for tests of samples cut from them."""
 
 from types import SimpleNamespace
 
@@ -6,7 +6,7 @@ import numpy as np
 
 
 def dataset(sizes):
-    """A stream 0, 1, 2, ... cut into documents of these sizes: each token is its own place in the stream."""
+    """A stream 0, 1, 2, ... cut into documents of these sizes: each token is its own index in the stream."""
     starts = np.cumsum([0, *sizes])
     return SimpleNamespace(
         prefix="stream",

@@ -82,7 +82,7 @@ def test_settings_that_do_not_go_together(tmp_path):
 
 
 def test_the_other_strand(tmp_path, genome):
-    """Half of the training samples, by (seed, position) alone; documents begin where they do in that direction."""
+    """Half of the training samples are reversed, chosen by (seed, position) alone; resets follow that direction."""
     given = config(tmp_path, f">a\n{genome}\n", reverse_complement=True)
     prepare(given)
     files = TokenFiles.open(given)
@@ -108,7 +108,7 @@ def test_the_other_strand(tmp_path, genome):
 
 @pytest.mark.parametrize("weights", [(None,), (0.7, 0.3)])
 def test_a_sample_is_shown_as_it_is_read(tmp_path, genome, capsys, weights):
-    """Its documents, in the order of reading, are the whole sample; in a mixture its stream decides the strand."""
+    """Documents in reading order give the whole sample; in a mixture, the sample's stream decides the strand."""
     given = config(tmp_path, f">a\n{genome}\n", reverse_complement=True, seq_len=128, sources=[
         {"kind": "fasta", "path": str(tmp_path / "fa"), "block": block, "weight": weight}
         for block, weight in zip((64, 50), weights, strict=False)])  # fmt: skip

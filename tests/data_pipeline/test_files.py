@@ -1,4 +1,4 @@
-"""Files of a folder: those that are read, named as unread or refused, and their allowed content."""
+"""Files of a folder: which ones are read, reported as unread or refused, and their allowed content."""
 
 import bz2
 import gzip
@@ -26,7 +26,7 @@ def files(path, **more):
 
 
 def read(path, **more):
-    """(texts, rejected) where unusable input is skipped."""
+    """Return (texts, rejected) with unusable input skipped."""
     rejected = []
     found = [document.text for document in documents(files(path, **more), reject=rejected.append)]
     return found, rejected
@@ -46,7 +46,7 @@ def line(text, **more):
 
 
 def zstd_frame(window_log, content):
-    """A frame of one raw block whose header asks for a window of this size, as --long does."""
+    """A frame of one raw block whose header asks for a window of this size, like zstd --long."""
     block = (len(content) << 3 | 1).to_bytes(3, "little") + content
     return b"\x28\xb5\x2f\xfd" + bytes([0, window_log - 10 << 3]) + block
 
@@ -149,7 +149,7 @@ def test_linked_folders_and_files_are_read(tmp_path):
 )
 @pytest.mark.parametrize("name", ["link", "link.jsonl", "link.csv"])
 def test_links_that_lead_nowhere_or_back_are_refused(tmp_path, target, reason, name):
-    """Whatever their name: a link to nothing may have been a folder, or a disk that is not mounted."""
+    """Any name is refused: a dangling link may stand for a folder, or a disk that is not mounted."""
     (tmp_path / "sub").mkdir()
     (tmp_path / "a.jsonl").write_bytes(line("one"))
     link = tmp_path / "sub" / name
@@ -178,7 +178,7 @@ def test_paths_that_cannot_be(tmp_path):
 
 
 def test_folders_and_files_without_permission(tmp_path, monkeypatch):
-    """As root may read everything, the system's answer is imitated."""
+    """Root may read everything, therefore the system's error is imitated."""
     (tmp_path / "a.jsonl").write_bytes(line("one"))
     (tmp_path / "shut").mkdir()
     (tmp_path / "shut" / "b.jsonl").write_bytes(line("two"))
@@ -263,7 +263,7 @@ def test_numbers_and_keys_of_json(tmp_path):
         b'{"text": "four", "score": 1e999}\n{"text": "five", "n": ' + b"9" * 5000 + b"}\n"
     )
     found, [rejected] = read(tmp_path)
-    assert found == ["one", "two", "three", "four"]  # of equal keys the last counts
+    assert found == ["one", "two", "three", "four"]  # the last of equal keys counts
     assert rejected.reason == "an integer of more than 4,300 digits"
 
 
@@ -274,7 +274,7 @@ def test_zstd_with_a_long_window_is_not_called_truncated(tmp_path):
     path.write_bytes(zstd_frame(20, line("one")) + zstd_frame(31, line("two")))
     _, [rejected] = read(tmp_path)
     assert "window" in rejected.reason and "truncated" not in rejected.reason
-    if shutil.which("zstd"):  # the remedy, as it is printed
+    if shutil.which("zstd"):  # run the printed remedy
         subprocess.run(rejected.remedy.split(": ", 1)[1], shell=True, check=True, capture_output=True)
         assert read(tmp_path) == (["one", "two"], [])
 
@@ -282,7 +282,7 @@ def test_zstd_with_a_long_window_is_not_called_truncated(tmp_path):
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-32", "utf-16-le", "utf-16-be"])
 @pytest.mark.parametrize(("name", "pack"), [("a.txt", bytes), ("a.jsonl", bytes), ("a.jsonl.gz", gzip.compress)])
 def test_utf_16_and_32_are_named(tmp_path, encoding, name, pack):
-    """Without a mark UTF-16 is valid UTF-8, with a NUL before or after each letter."""
+    """Without a byte order mark, UTF-16 is valid UTF-8 with a NUL before or after each letter."""
     (tmp_path / name).write_bytes(pack('{"text": "one"}\n{"text": "two"}\n'.encode(encoding)))
     shown = encoding.upper().replace("-LE", "LE").replace("-BE", "BE")
     fails(tmp_path, f"{name}: {shown}, not UTF-8; convert it: iconv -f {shown} -t UTF-8")

@@ -1,4 +1,4 @@
-"""The production call of FineWeb-Edu, on a folder laid out like it, and over HTTP from an imitation of the hub."""
+"""The production call for FineWeb-Edu, on a folder with the same layout, and over HTTP from an imitation of the hub."""
 
 import contextlib
 import json
@@ -137,8 +137,11 @@ print("statuses", *statuses)
 
 @pytest.fixture
 def over_http(tmp_path):
-    """A dataset as the hub serves it, and ``call(address, *configs, **environment)``: titans prepare of these, in one
-    process of its own; a config is (name of data.dir, changes of the source)."""
+    """Write a dataset for the hub and return ``call(address, *configs, **environment)``.
+
+    The call runs titans prepare on the configs in one new process. A config is (name of data.dir, changes of the
+    source).
+    """
     rows = [fineweb_row(text, str(i), i) for i, text in enumerate(make_texts(200, seed=2))]
     home = write_layout(tmp_path / "served", rows, rows_a_file=100, row_group=20)
 
@@ -179,7 +182,7 @@ def content(folder):
 @pytest.mark.thorough
 @pytest.mark.timeout(900)
 def test_the_production_call_over_http(over_http, tmp_path):
-    """Killed while it streams, continued over a connection that breaks; downloaded; then offline."""
+    """The call is killed while streaming, continued over a breaking connection, run as a download, and run offline."""
     streamed, downloaded = ("streamed", {}), ("downloaded", {"streaming": False})
     with Hub(tmp_path / "served") as hub_:
         killed = over_http.start(hub_.address, streamed)

@@ -21,7 +21,7 @@ def write(prefix, documents, vocab_size=1000):
 
 
 def read_by_the_format(prefix):
-    """Megatron's format from its description: (dtype code, list of documents, document indices)."""
+    """Read Megatron's format by its description: (dtype code, list of documents, document indices)."""
     idx, tokens = prefix.with_suffix(".idx").read_bytes(), prefix.with_suffix(".bin").read_bytes()
     assert idx[:9] == b"MMIDIDX\x00\x00"
     version, code, count, document_count = struct.unpack("<QBQQ", idx[9:34])
@@ -67,7 +67,7 @@ def test_uint16_holds_all_ids_of_65536(tmp_path):
 
 
 def test_documents_of_several_sequences(tmp_path):
-    """As other Megatron tools write: int32, two sequences in the first document."""
+    """Other Megatron tools write such files: int32, two sequences in the first document."""
     header = struct.pack("<9sQBQQ", b"MMIDIDX\x00\x00", 1, 4, 3, 3)
     (tmp_path / "a.idx").write_bytes(header + struct.pack("<3i3q3q", 2, 1, 2, 0, 8, 12, 0, 2, 3))
     (tmp_path / "a.bin").write_bytes(np.arange(5, dtype="<i4").tobytes())
@@ -132,7 +132,7 @@ def test_full_disk_leaves_nothing(tmp_path, monkeypatch, full):
 
 
 def full_disk(suffix):
-    """An ``open`` whose files of that suffix refuse to be written."""
+    """An ``open`` that fails on writes to files with this suffix."""
 
     def refuse(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -170,7 +170,7 @@ def test_an_id_that_does_not_fit_is_refused(tmp_path, ids):
     st.sampled_from([1000, 100_000]),
 )
 def test_megatron_core_reads_what_is_written_here(tmp_path_factory, documents, vocab_size):
-    """NVIDIA's own reader, by both of its ways."""
+    """NVIDIA's own reader reads our files, with and without mmap."""
     prefix = write(tmp_path_factory.mktemp("indexed") / "train", documents, vocab_size)
     for mmap in (True, False):
         theirs = megatron.IndexedDataset(str(prefix), mmap=mmap)
@@ -186,7 +186,7 @@ def test_megatron_core_reads_what_is_written_here(tmp_path_factory, documents, v
     st.sampled_from([np.uint16, np.int32]),
 )
 def test_what_megatron_core_writes_is_read_here(tmp_path_factory, documents, dtype):
-    """Documents of one or more sentences, empty ones among them."""
+    """Documents have one or more sentences, some of them empty."""
     prefix = tmp_path_factory.mktemp("indexed") / "theirs"
     builder = megatron.IndexedDatasetBuilder(str(prefix) + ".bin", dtype=dtype)
     for sentences in documents:

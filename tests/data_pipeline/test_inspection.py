@@ -23,7 +23,7 @@ def test_totals_lengths_and_documents(config, capsys):
 
 
 def test_what_a_sample_contains(config, capsys, corpus):
-    """The text that is shown is that of the sample, and the place that is named holds it."""
+    """The shown text is the sample's text, and the shown place is its place in the corpus."""
     prepare(config())
     files = TokenFiles.open(config())
     samples = files.samples(config())
@@ -103,7 +103,7 @@ def test_prepare_sees_files_that_are_cut_or_gone(config, tmp_path):
 
 
 def test_what_has_no_checksum_is_told(config, tmp_path, capsys):
-    """As versions before this one wrote the manifest: checksums of the tokens alone."""
+    """The manifest is as earlier versions wrote it: checksums of the tokens only."""
     manifest = prepare(config())
     old = {name: manifest["files"][name] for name in ("train.bin", "validation.bin")}
     (tmp_path / "data" / "manifest.json").write_text(json.dumps(manifest | {"files": old}))

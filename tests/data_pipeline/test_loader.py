@@ -18,7 +18,7 @@ def test_batch_is_the_same_for_any_ranks_micro_batch_and_resume_point(micro_batc
     rows = {}
     for rank in range(world):
         loader = Loader(samples, micro_batch, rank, world, batch)
-        list(loader.batches(consumed - batch) if consumed >= batch else ())  # so that it has read ahead
+        list(loader.batches(consumed - batch) if consumed >= batch else ())  # makes it read ahead
         parts = list(loader.batches(consumed))
         assert len(parts) == loader.micro_steps == steps
         for step, (ids, resets) in enumerate(parts):

@@ -21,7 +21,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10)
 
 
 def peak(config, folder, lines, tokenizer):
-    """MiB of preparing these lines of .jsonl. With a tokenizer: training one takes memory, up to train_characters."""
+    """Peak memory in MiB of preparing these lines of .jsonl. A tokenizer is given: training one would take memory."""
     folder.mkdir()
     with open(folder / "text.jsonl", "w") as file:
         for text in lines:

@@ -12,7 +12,7 @@ from titans_pt.data_pipeline.prepare import prepare
 @settings(max_examples=8)
 @given(st.lists(st.integers(0, 15), min_size=12, max_size=40), st.integers(1, 9), st.integers(40, 400))
 def test_duplicates_are_found_across_parts_and_buckets(tmp_path_factory, tokenizer, chosen, bucket, part_bytes):
-    """The first of equal documents stays, wherever the others are."""
+    """The first of equal documents stays, wherever the duplicates are."""
     from titans_pt.config import Config
 
     folder = tmp_path_factory.mktemp("merge")

@@ -1,4 +1,4 @@
-"""Sketches tell how much two documents share, and pairs at the threshold are found."""
+"""Sketches estimate the similarity of two documents, and pairs above the threshold are found."""
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ pytest.importorskip("rensa")
 
 
 def documents(draw, shared: float, count: int = 2, length: int = 1000) -> list[np.ndarray]:
-    """Documents whose first part is the same: ``shared`` is the Jaccard of their sequences."""
+    """Documents that start alike; ``shared`` is the Jaccard similarity of their sequences."""
     common = round(2 * shared / (1 + shared) * length)
     head = draw.integers(0, 30_000, common)
     return [np.concatenate([head, draw.integers(0, 30_000, length - common)]).astype(np.uint16) for _ in range(count)]
@@ -41,7 +41,7 @@ def test_what_is_alike_is_found_and_nothing_else(threshold, tmp_path):
     path = tmp_path / "sketches"
     it.sketch(together).tofile(path)
     duplicate = np.zeros(len(together), np.uint8)
-    duplicate[1] = 1  # equal to the first, known already
+    duplicate[1] = 1  # equal to the first, and already known
     found = it.mark(path, duplicate, threshold)
     assert found == duplicate.sum() - 1
     groups = duplicate.reshape(100, 3)

@@ -40,7 +40,7 @@ def test_order_is_a_function_of_seed_and_position():
     data = dataset([1000])
     one, two = (PackedSamples(data, 10, seed=3) for _ in range(2))
     order = [one.index(i) for i in range(3 * len(one))]
-    assert [two.index(i) for i in reversed(range(3 * len(one)))] == order[::-1]  # whatever was asked before
+    assert [two.index(i) for i in reversed(range(3 * len(one)))] == order[::-1]  # independent of earlier calls
     epochs = [order[i : i + len(one)] for i in range(0, len(order), len(one))]
     assert len({tuple(epoch) for epoch in epochs}) == 3
     assert [PackedSamples(data, 10, seed=4).index(i) for i in range(len(one))] != epochs[0]
@@ -56,7 +56,7 @@ def test_seed_and_epoch_do_not_collide():
 
 
 def test_order_never_changes():
-    """Frozen: another order would break the resuming of every run that was started before."""
+    """The order is frozen: another one would break resuming every existing run."""
     samples = PackedSamples(dataset([101]), 10, seed=0)
     assert [samples.index(i) for i in range(20)] == [0, 8, 9, 5, 6, 2, 7, 4, 3, 1, 1, 7, 3, 6, 4, 2, 8, 0, 9, 5]
 
@@ -116,7 +116,7 @@ def test_each_stream_of_a_mixture_is_read_in_its_own_order(weights, length):
 
 
 def test_order_of_a_mixture_never_changes():
-    """Frozen, as that of one stream."""
+    """The order is frozen like a single stream's."""
     mixture = Mixture([PackedSamples(dataset([101]), 10, 0) for _ in range(3)], [0.2, 0.5, 0.3])
     assert [mixture.locate(i)[0] for i in range(20)] == [0, 1, 2, 1, 0, 1, 2, 1, 2, 1, 0, 1, 2, 1, 0, 1, 2, 1, 2, 1]
 
@@ -138,13 +138,13 @@ def test_weights_may_change_without_new_token_files(config, corpus, tmp_path):
     found = [samples.describe(i)["file"] for i in range(40)]
     assert found.count(f"{tmp_path}/data/train-0.bin") == 20
     assert prepare(weighted(0.1, 0.9)) == manifest
-    assert TokenFiles.open(weighted(1, 1)).fingerprint != TokenFiles.open(weighted(0.7, 0.3)).fingerprint  # order
+    assert TokenFiles.open(weighted(1, 1)).fingerprint != TokenFiles.open(weighted(0.7, 0.3)).fingerprint  # other order
     with pytest.raises(UserError, match="mixture: made with true, config has false"):
         TokenFiles.open(config(data={"sources": [{"kind": "files", "path": str(p)} for p in (corpus, other)]}))
 
 
 def test_token_files_of_format_1_can_be_trained_on(config, tmp_path):
-    """As version 0.1.0 wrote them: all settings spelt out, no list of documents."""
+    """Version 0.1.0 wrote such files: all settings are spelt out, and there is no list of documents."""
     manifest = prepare(config())
     path = tmp_path / "data" / "manifest.json"
     source = {"kind": "files", "path": str(tmp_path / "corpus.jsonl"), "text_column": "text"}
@@ -170,7 +170,7 @@ def test_real_files(tmp_path):
     assert ids.tolist() == [5, 6, 2, 7, 2] and reset.tolist() == [True, False, False, True]
     ids, reset = samples.sample(1)
     assert ids.tolist() == [2, 8, 9, 10, 2] and reset.tolist() == [False, True, False, False]
-    ids[0] = 3  # a copy: the file stays
+    ids[0] = 3  # a copy: the file is unchanged
     assert samples.sample(1)[0][0] == 2
 
 
@@ -219,7 +219,7 @@ def test_token_files_missing_changed_or_broken(config, tmp_path):
 
 
 def flip(path, at):
-    """One bit of one byte."""
+    """Flip one bit of the byte at this offset."""
     content = bytearray(path.read_bytes())
     content[at] ^= 1
     path.write_bytes(content)
@@ -245,7 +245,7 @@ def test_a_damaged_index_or_tokenizer_is_refused_when_it_is_opened(config, tmp_p
 
 
 def test_damaged_tokens_are_refused_when_they_are_read(config, tmp_path):
-    """Damage on other pages is not noticed."""
+    """Damage is not noticed while only other pages are read."""
     prepare(config())
     files = TokenFiles.open(config())
     flip(tmp_path / "data" / "train.bin", 3 * 4096 // 2)  # in the second page: tokens 2048 to 4095

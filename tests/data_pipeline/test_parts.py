@@ -1,4 +1,4 @@
-"""Preparing by many processes, killed at any point: the files are those of one undisturbed process."""
+"""Preparing with many processes, killed at any point, gives the same files as one undisturbed process."""
 
 import importlib
 import json
@@ -30,7 +30,7 @@ def contents(folder):
 
 @pytest.fixture
 def many(config, tmp_path, small_parts):
-    """many(name): a config of many parts of several files, with duplicates, into tmp_path/name."""
+    """``many(name)``: a config whose sources have many parts, several files and duplicates; writes to tmp_path/name."""
     (tmp_path / "text").mkdir()
     texts = make_texts(300)
     for i in range(3):
@@ -51,7 +51,7 @@ def test_shards_and_many_processes_give_the_same_bytes(many):
     for i in (2, 0, 1):
         assert prepare(many("shards"), shard=(i, 3)) is None
         assert not read_manifest(Path(many("shards").data.dir))
-    assert prepare(many("shards"), workers=2) == manifest  # nothing but the merge is left
+    assert prepare(many("shards"), workers=2) == manifest  # only the merge is left
     assert prepare(many("processes"), workers=2) == manifest
     expected = contents(many("one").data.dir)
     assert contents(many("shards").data.dir) == contents(many("processes").data.dir) == expected
@@ -80,9 +80,9 @@ def _prepare(config, part_bytes, workers):
 
 
 def killed_often(build, times, workers, seed):
-    """Prepares with ``times`` kills -9 at random points, each call going on where the last was killed.
+    """Prepare with ``times`` kills -9 at random points; each call continues where the last was killed.
 
-    Whenever a call ends before its kill, its files must be those of an undisturbed one; then all begins from scratch.
+    If a call ends before its kill, its files must equal an undisturbed call's; then preparing starts from scratch.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["titans_pt.data_pipeline.prepare"])
@@ -92,7 +92,7 @@ def killed_often(build, times, workers, seed):
         process.start()
         return process
 
-    started("warm").join()  # the server that processes are forked from takes seconds to start
+    started("warm").join()  # starting the fork server takes seconds
     began = time.monotonic()
     started("undisturbed").join()
     duration, draw, left = time.monotonic() - began, random.Random(seed), times
@@ -122,7 +122,7 @@ def test_killed_ten_times(many, workers):
 
 
 def test_stopped_at_any_step_of_writing(many, monkeypatch):
-    """A stop before the n-th rename of a call, over and over: what a kill can leave, without the luck of timing."""
+    """Calls stop before a random rename until one finishes: they leave states like a kill's, independent of timing."""
 
     class Stop(BaseException):
         pass
@@ -139,7 +139,7 @@ def test_stopped_at_any_step_of_writing(many, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr("os.replace", stopping)
         while not (Path(many("stopped").data.dir) / "manifest.json").exists():
-            left = draw.randrange(22)  # writing all files and moving them into place is 18 renames
+            left = draw.randrange(22)  # writing all files and moving them into place takes 18 renames
             try:
                 prepare(many("stopped"))
             except Stop:
@@ -183,7 +183,7 @@ def test_an_error_in_a_process_is_one_line_and_finished_parts_are_kept(many, tmp
 
 
 def test_what_skip_left_out_is_refused_afterwards(many, tmp_path, monkeypatch):
-    """Parts and token files that were made with data.bad_input=skip, under the default: the first that they lack."""
+    """Parts and token files made with data.bad_input=skip are refused by default; the error names the first gap."""
     path = tmp_path / "text" / "2.jsonl"
     path.write_text(path.read_text() + "{not json\n{nor this\n")
     message = "2.jsonl, line at byte .*: not valid JSON .*data.bad_input=skip"

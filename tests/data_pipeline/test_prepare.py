@@ -41,7 +41,7 @@ FILES = [
 
 
 def names(folder):
-    """Names in a folder, without finished parts of an interrupted call."""
+    """Names in a folder, except the finished parts of an interrupted call."""
     return sorted(path.name for path in folder.iterdir() if path.name != ".preparing")
 
 
@@ -104,7 +104,7 @@ def test_one_text_file_is_enough(config, texts, tmp_path, capsys):
 
 
 def test_validation_from_a_source_of_its_own(config, texts, tmp_path):
-    """Nothing of data.sources is held out, and nothing that is in validation is trained on."""
+    """No document of data.sources is held out, and no validation document is in the training split."""
     own = make_texts(20, seed=9)
     write_jsonl(tmp_path / "validation.jsonl", own + texts[:5] + own[:3])
     source = {"kind": "files", "path": str(tmp_path / "validation.jsonl")}
@@ -128,7 +128,7 @@ def test_validation_from_a_source_of_its_own(config, texts, tmp_path):
 
 
 def test_near_duplicates_are_left_out(config, tmp_path, monkeypatch):
-    """Only the first of a text and its copies with exchanged words stays, for any number of processes."""
+    """Only the first stays of a text and its copies with exchanged words, for any number of processes."""
     monkeypatch.setattr("titans_pt.data_pipeline.sources.PART_BYTES", 9000)
     random = Random(0)
     originals = [" ".join(random.choices("abcdefghijklmnopqrstuvwxyz", k=300)) for _ in range(40)]
@@ -233,7 +233,7 @@ def test_given_tokenizer_is_copied(config, tokenizer, tmp_path):
 
 
 def fails(config, folder, *parts):
-    """prepare(config) is refused with these words in one line, and ``folder`` is as before."""
+    """Assert that prepare(config) is refused in one line with these parts, and leaves ``folder`` unchanged."""
     before = names(folder) if folder.exists() else None
     with pytest.raises(UserError) as error:
         prepare(config)
@@ -314,7 +314,7 @@ def test_full_disk_changes_nothing_and_finished_parts_are_kept(config, tmp_path,
         with pytest.raises(UserError, match="data.dir=.*disk full; free space"):
             prepare(config(), force=existing)
     assert {name: (folder / name).read_bytes() for name in names(folder)} == before
-    # Nothing is done again:
+    # No part is written a second time:
     monkeypatch.setattr(importlib.import_module("titans_pt.data_pipeline.parts"), "write_part", None)
     assert prepare(config(), force=existing)["splits"]["train"]["documents"] > 100
 
@@ -387,7 +387,7 @@ def test_what_a_killed_process_left_is_cleared(config, tmp_path):
 
 @pytest.mark.thorough
 def test_standard_library_end_to_end(tmp_path, monkeypatch):
-    """Every 15th document of the real source: the default config, apart from its size."""
+    """Every 15th document of the real source, with the default config except for its size."""
     some = list(documents(SourceConfig()))[::15]
     monkeypatch.setattr(module.sources, "documents", lambda *_, **__: iter(some))
     config = Config.model_validate(
@@ -401,7 +401,7 @@ def test_standard_library_end_to_end(tmp_path, monkeypatch):
 
 
 def test_token_files_of_others_are_a_source(config, tokenizer, texts, tmp_path):
-    """Without eos, as some tools write them; the files are those of the text."""
+    """Some tools write token files without eos; the result has the same texts as preparing from text."""
     with IndexedWriter(tmp_path / "theirs", VOCAB) as writer:
         for text in [*texts, texts[4]]:
             writer.add(tokenizer.encode(text))
@@ -424,7 +424,7 @@ def test_token_files_of_others_are_a_source(config, tokenizer, texts, tmp_path):
 
 
 def test_ids_are_compared_without_bos_and_eos(config, tokenizer, texts, tmp_path):
-    """The same text with eos, with bos, with both or none is one document, in training or in validation."""
+    """The same text with eos, bos, both or neither is one document, in training or in validation."""
     bos, eos = [tokenizer.bos_id], [tokenizer.eos_id]
     forms = [([], []), ([], eos), (bos, []), (bos, eos), (bos, eos + eos), (eos, eos)]
     with IndexedWriter(tmp_path / "theirs", VOCAB) as writer:
@@ -445,7 +445,7 @@ def test_ids_are_compared_without_bos_and_eos(config, tokenizer, texts, tmp_path
 
 @pytest.mark.parametrize("add_bos", [False, True])
 def test_ids_and_text_of_one_document_meet(config, corpus, tokenizer, texts, tmp_path, add_bos):
-    """Token files beside the text that they were made of, on either side: one document, in one split alone."""
+    """A document given both as ids and as text, in either split's sources, is one document in one split."""
     with IndexedWriter(tmp_path / "theirs", VOCAB) as writer:
         for text in texts[50:]:
             writer.add([tokenizer.bos_id, *tokenizer.encode(text), tokenizer.eos_id])
@@ -498,10 +498,10 @@ def test_new_times_of_files_are_no_new_text(config, corpus, tokenizer, texts, tm
     second = prepare(made)
     assert second | {"fingerprint": first["fingerprint"]} == first
     assert "other modification times than before; comparing their content" in capsys.readouterr().err
-    assert prepare(made) == second and "comparing" not in capsys.readouterr().err  # the new times are known now
+    assert prepare(made) == second and "comparing" not in capsys.readouterr().err  # the new times are stored
     content = bytearray(paths[0].read_bytes())
     content[-20] ^= 1
-    paths[0].write_bytes(content)  # of the same size
+    paths[0].write_bytes(content)  # the size is unchanged
     with pytest.raises(UserError, match="the text of data.sources has changed"):
         prepare(made)
     paths[0].write_bytes(content + content[-10:])
@@ -574,7 +574,7 @@ def test_what_is_not_read_is_in_the_summary(config, tmp_path, texts, capsys):
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_names_and_ids_that_are_not_utf8_reach_every_file(config, tmp_path, texts, workers, monkeypatch, capsys):
-    """Into a folder whose name is Latin-1, too; what is left out has its place named."""
+    """Input and output folders have Latin-1 names; rejected input is reported with its place."""
     monkeypatch.setattr("titans_pt.data_pipeline.sources.PART_BYTES", 3000)
     root, out = tmp_path / os.fsdecode(b"t\xe9xt"), tmp_path / os.fsdecode(b"d\xe9ta")
     root.mkdir()
@@ -606,7 +606,7 @@ def test_bos_if_asked_for(config, tokenizer):
     files = TokenFiles.open(config)
     for ids in files.train[0]:
         assert ids[0] == tokenizer.bos_id == 1 and ids[-1] == tokenizer.eos_id and 1 not in ids[1:]
-        # What evaluation goes by: files.tokenizer knows the format.
+        # Evaluation relies on it: files.tokenizer knows the format.
         assert [*files.tokenizer.document(files.tokenizer.decode(ids)), tokenizer.eos_id] == list(ids)
 
 
@@ -648,7 +648,7 @@ def test_weights_for_all_sources_or_none():
 
 
 def test_what_a_user_keeps_in_the_folder_stays(config, tmp_path):
-    """Files with names of ours that no manifest of ours speaks for."""
+    """A file with one of our names is kept if no manifest lists it."""
     made = config()
     folder = Path(made.data.dir)
     folder.mkdir(parents=True, exist_ok=True)

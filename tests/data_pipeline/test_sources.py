@@ -151,7 +151,7 @@ def test_text_that_is_not_utf8(tmp_path):
 
 
 def skipped(path, **more):
-    """(texts, what was rejected) where unusable input is skipped."""
+    """Return (texts, rejected) with unusable input skipped."""
     rejected = []
     return [d.text for d in documents(files(path, **more), reject=rejected.append)], rejected
 

@@ -40,7 +40,7 @@ def test_text_that_can_be_seen(text):
 
 
 def test_every_format_and_control_character_but_visible_ones_is_invisible():
-    """Arabic number signs and the like are of the category Cf, too, but leave a mark."""
+    """Arabic number signs and similar characters have the category Cf but are visible."""
     hidden = ("Cc", "Cf", "Zs", "Zl", "Zp")
     shown = [char for char in map(chr, range(0x110000)) if unicodedata.category(char) in hidden and visible(char)]
     assert {unicodedata.name(char).split()[0] for char in shown} <= {"ARABIC", "SYRIAC", "KAITHI", "EGYPTIAN"}

@@ -6,10 +6,10 @@ from titans_pt.cli import program
 
 
 def parsed(*words: str) -> dict:
-    """The values that the command named first in ``words`` would get.
+    """Parameter values that the command named at the beginning of ``words`` would get.
 
     Raises:
-        click.UsageError: what the program would refuse.
+        click.UsageError: the program would refuse these words.
     """
     command, context, rest = program, None, list(words)
     while isinstance(command, click.Group):
@@ -19,7 +19,7 @@ def parsed(*words: str) -> dict:
 
 
 def leaves(command: click.Command = program, words: tuple[str, ...] = ()):
-    """(words, command) of a command, or of every command of a group."""
+    """Yield (words, command) for a command, or for every command of a group."""
     if isinstance(command, click.Group):
         for name, part in command.commands.items():
             yield from leaves(part, (*words, name))

@@ -1,7 +1,7 @@
-"""torchrun for tests: the ranks are forked after the imports, which take longer than most of their trainings.
+"""torchrun for tests: forks the ranks after the imports, which take longer than most trainings of the tests.
 
-python -m tests.helpers.forked FD reads jobs from stdin, runs one after the other and writes the status of each, a
-line, to the descriptor FD. A job is a line of JSON: {"ranks": N, "program": a module or FILE.py, "words": its
+python -m tests.helpers.forked FD reads jobs from stdin, runs them one after the other and writes a line with the
+status of each to the descriptor FD. A job is a line of JSON: {"ranks": N, "program": a module or FILE.py, "words": its
 arguments, "out" and "err": files}.
 """
 
@@ -12,7 +12,7 @@ import signal
 import socket
 import sys
 
-# What every rank imports sooner or later.
+# Modules that every rank imports sooner or later.
 import deepspeed.ops.op_builder.all_ops  # noqa: F401
 import deepspeed.runtime.engine  # noqa: F401
 import matplotlib.figure  # noqa: F401
@@ -22,7 +22,7 @@ import titans_pt.training.loop  # noqa: F401
 
 
 def main(ranks: int, program: str, *words: str) -> int:
-    """Runs ``program`` in ``ranks`` processes; when one fails, the others are killed. Returns a status."""
+    """Run ``program`` in ``ranks`` processes and return a status; if one fails, the others are killed."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]

@@ -1,8 +1,8 @@
-"""Several trainings in one process of each rank, since starting one costs seconds.
+"""Several trainings in one process per rank, since starting a process takes seconds.
 
     tests.helpers.jobs CONFIG FOLDER --NAME [KEY=VALUE ...] --NAME ...
 
-Each trains in the folder FOLDER/NAME; --NAME@1 and --NAME@2 are two in the same one.
+Each trains in the folder FOLDER/NAME; --NAME@1 and --NAME@2 are two trainings in the same folder.
 """
 
 import sys
@@ -28,7 +28,7 @@ def main(config: str, folder: str, *words: str):
 
 
 def shard_everything():
-    """ZeRO 3 keeps small parameters whole, so a tiny model would never be sharded."""
+    """Make ZeRO 3 shard small parameters; by default it keeps them whole, and a tiny model is never sharded."""
     derived = engine.deepspeed_config
 
     def all_sharded(*args):

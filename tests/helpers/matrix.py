@@ -1,11 +1,11 @@
-"""Tensor x context x data x ZeRO stage: training must not depend on it, nor on a change of it in the middle of a run.
+"""Training must not depend on tensor x context x data x ZeRO stage, nor on a change of them in the middle of a run.
 
     python -m tests.helpers.matrix [equality | resume] [MODEL ...]
 
-prints both tables or one, of all models or of those named.
+prints one table or both, for the named models or all.
 
-Equality: 20 steps under every combination against one process. Resume: 10 steps under each combination, saved, then
-10 under each other one, against 20 steps of one process.
+Equality: 20 steps under every combination against one process. Resume: 10 steps under each combination, then 10 from
+its checkpoint under each combination, against 20 steps of one process.
 """
 
 import json
@@ -28,8 +28,8 @@ REFERENCE = (1, 1, 1, 1)
 TOLERANCE = 1e-5
 """Largest relative difference of a loss or a gradient norm."""
 IN_A_START = 15
-"""Trainings of one start: each leaves threads of its process groups, which slow all later ones."""
-# Heads of 16: the memory's LayerNorm over a head of 4 makes training chaotic; two data-parallel ranks then also differ.
+"""Trainings in one start of processes: each leaves threads of its process groups, which slow all later ones."""
+# Head size 16: with 4, the memory's LayerNorm makes training chaotic, and even two data-parallel ranks differ.
 SIZE = {
     "model": {"d_model": 64, "n_layers": 2, "n_heads": 4, "mlp_hidden": 64, "memory": {"depth": 2, "expansion": 2}},
     "train": {"max_steps": 20, "lr": 1e-3},
@@ -40,7 +40,7 @@ Combination = tuple[int, int, int, int]
 
 
 def write_config(folder: Path, corpus: Path) -> Path:
-    """A config file for the models of this page, on the token files of ``corpus``."""
+    """Write a config file for the models of this module, with the token files of ``corpus``."""
     source = {"kind": "files", "path": str(corpus.parent / "text.jsonl")}
     path = folder / "config.json"  # JSON is YAML
     tree = merged(merged(TINY, SIZE), {"data": {"dir": str(corpus), "sources": [source]}})
@@ -49,7 +49,7 @@ def write_config(folder: Path, corpus: Path) -> Path:
 
 
 def train(config: Path, folder: Path, jobs: dict[str, tuple[str, Combination, list[str]]]):
-    """Runs {name: (model, combination, more overrides)}, those of as many processes in few starts."""
+    """Run the jobs {name: (model, combination, more overrides)}; jobs with equally many processes share starts."""
     by_size: dict[int, dict[str, list[str]]] = {}
     for name, (model, (tensor, context, data, stage), more) in jobs.items():
         overrides = [f"model.mixers={MODELS[model]}", f"parallel.tensor={tensor}", f"parallel.context={context}",
@@ -63,7 +63,7 @@ def train(config: Path, folder: Path, jobs: dict[str, tuple[str, Combination, li
 
 
 def difference(folder: Path, reference: Path) -> float:
-    """The largest relative difference of losses and gradient norms over all steps of two runs."""
+    """Largest relative difference of losses and gradient norms over all steps of two runs."""
     found, expected = (curve(path, "loss", "grad_norm") for path in (folder, reference))
     assert [step for step, *_ in found] == [step for step, *_ in expected] == list(range(1, 21))
     pairs = [(a, b) for x, y in zip(found, expected, strict=True) for a, b in zip(x[1:], y[1:], strict=True)]
@@ -71,7 +71,7 @@ def difference(folder: Path, reference: Path) -> float:
 
 
 def equality(config: Path, folder: Path, model: str, combinations: list[Combination], more: list[str] = ()):
-    """{combination: difference} of 20 steps under each, from 20 steps in one process."""
+    """Return {combination: difference} between 20 steps under each combination and 20 steps in one process."""
     names = {c: f"{model}-{name_of(c)}" for c in combinations}
     reference = f"{model}-reference"
     jobs = {name: (model, c, list(more)) for c, name in names.items()}
@@ -80,7 +80,7 @@ def equality(config: Path, folder: Path, model: str, combinations: list[Combinat
 
 
 def resume(config: Path, folder: Path, model: str, sources: list[Combination], targets: list[Combination]):
-    """{(source, target): difference} of 10 steps under each source and 10 under each target, from 20 in one process."""
+    """Return {(source, target): difference} between 10 steps under source, then 10 under target, and one process."""
     reference = f"{model}-straight"
     jobs = {f"{model}-{name_of(c)}-half": (model, c, ["train.stop_at=10"]) for c in sources}
     train(config, folder, {reference: (model, REFERENCE, [])} | jobs)
@@ -92,7 +92,7 @@ def resume(config: Path, folder: Path, model: str, sources: list[Combination], t
 
 
 def name_of(combination: Combination) -> str:
-    """tensor x context x data, z stage."""
+    """The combination as a name: tensor x context x data, z stage."""
     return "{}x{}x{}z{}".format(*combination)
 
 

@@ -25,11 +25,11 @@ OWN = {
     "ttt_mlp": {"head_width": 8, "mini_batch": 4, "base_lr": 1.0},
     "rmt": {"segment": 8, "memory_tokens": 3},
 }
-"""Settings of four heads, where a mixer has settings; d_model is 32."""
+"""Settings with four heads for mixers that have settings; d_model is 32."""
 
 
 def own_settings(mixers: list[str]) -> dict:
-    """Model settings under which ``mixers`` are small: their sections, and the width that these are made for."""
+    """Model settings for small ``mixers``: their sections, and the d_model that these fit."""
     sections = {name: OWN[name] for name in mixers if name in OWN}
     return {"d_model": 32, **sections} if sections else {}
 
@@ -37,11 +37,11 @@ def own_settings(mixers: list[str]) -> dict:
 NAMES = MIXERS.built_in()
 """Every mixer of the package."""
 BASELINES = sorted(OWN.keys() - {"rmt"})
-"""Mixers among them that are no more than that: RMT wraps the model."""
+"""Baselines that only replace the mixer; RMT wraps the whole model."""
 FORMS = ("attention", "mac", "mal", "gated_deltanet", "mamba", "ttt_mlp", "hope", "rmt")
-"""A mixer of each form of state."""
+"""One mixer for each form of state."""
 EVERY = [pytest.param(name, marks=() if name in FORMS else pytest.mark.thorough) for name in NAMES]
-"""Every mixer, for a test of seconds: the default suite takes one of each form."""
+"""Every mixer, for tests that take seconds: the default suite runs one of each form of state."""
 
 
 def small_config(mixers: list[str], **changes) -> ModelConfig:
@@ -57,6 +57,6 @@ def small_model(mixers: list[str], **changes) -> LanguageModel:
     torch.manual_seed(0)
     model = build_model(small_config(mixers, **changes)).double()
     with torch.no_grad():
-        for parameter in model.parameters():  # gates, decays and norms away from their symmetric start
+        for parameter in model.parameters():  # move gates, decays and norms away from their symmetric start
             parameter.add_(0.05 * torch.randn_like(parameter))
     return model.eval()

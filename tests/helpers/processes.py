@@ -1,4 +1,4 @@
-"""Starting training in real processes, under torchrun on the CPU, and reading what they leave."""
+"""Training in real processes, under torchrun on the CPU, and reading their results."""
 
 import json
 import os
@@ -19,12 +19,12 @@ ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", 
 
 
 def torchrun(processes: int) -> list[str]:
-    """The start of a command line."""
+    """First words of a command line that runs torchrun."""
     return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
 
 
 def run(command: list[str], timeout: float = 600) -> subprocess.CompletedProcess:
-    """Runs a command to its end; again if torchrun lost the race for a free port."""
+    """Run a command to its end; repeat it if torchrun lost the race for a free port."""
 
     def once():
         return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=timeout)
@@ -35,10 +35,10 @@ def run(command: list[str], timeout: float = 600) -> subprocess.CompletedProcess
 
 @cache
 def _forks() -> tuple[subprocess.Popen, TextIO]:
-    """The process that forks ranks, one for all tests of this process since its imports take six seconds; statuses."""
+    """The process that forks ranks, and its statuses. All tests of this process share it: imports take six seconds."""
     statuses, write = os.pipe()
     words = [sys.executable, "-m", "tests.helpers.forked", str(write)]
-    with open(os.devnull, "w") as nowhere:  # DeepSpeed prints while it is imported
+    with open(os.devnull, "w") as nowhere:  # DeepSpeed prints during its import
         server = subprocess.Popen(
             words, cwd=ROOT, env=ENVIRONMENT, stdin=subprocess.PIPE, stdout=nowhere, stderr=nowhere, text=True,
             pass_fds=[write],
@@ -48,7 +48,7 @@ def _forks() -> tuple[subprocess.Popen, TextIO]:
 
 
 def run_forked(ranks: int, program: str, *words: str, timeout: float = 600) -> subprocess.CompletedProcess:
-    """Runs ``program``, a module's name or a file, in ``ranks`` processes, without a torchrun and its imports."""
+    """Run ``program``, a module's name or a file, in ``ranks`` processes, without torchrun and its imports."""
     with tempfile.TemporaryDirectory() as folder:
         out, err = Path(folder, "out"), Path(folder, "err")
         job = {"ranks": ranks, "program": program, "words": words, "out": str(out), "err": str(err)}
@@ -64,13 +64,13 @@ def run_forked(ranks: int, program: str, *words: str, timeout: float = 600) -> s
 
 
 def run_jobs(processes: int, config: Path, folder: Path, jobs: dict[str, list[str]], timeout: float = 600):
-    """Trains ``config`` once for each job, {name of its run folder under ``folder``: overrides}, in one start."""
+    """Train ``config`` once per job, {name of its run folder under ``folder``: overrides}, in one start."""
     words = [word for name, overrides in jobs.items() for word in (f"--{name}", *overrides)]
     result = run_forked(processes, "tests.helpers.jobs", str(config), str(folder), *words, timeout=timeout)
     assert result.returncode == 0, result.stderr[-6000:]
 
 
 def curve(folder: Path, *keys: str) -> list[tuple]:
-    """(step, values of ``keys``) of every logged training step of a run folder."""
+    """Return (step, values of ``keys``) for every logged training step of a run folder."""
     records = [r for r in read_metrics(folder / "metrics.jsonl") if r["kind"] == "train"]
     return [(r["step"], *(r[key] for key in keys)) for r in records]

@@ -1,4 +1,4 @@
-"""Checks of any model under ranks."""
+"""Checks of any model on several ranks."""
 
 from pathlib import Path
 
@@ -11,8 +11,8 @@ from titans_pt.runs.loaded import load_run
 
 
 def check_ranks(config: Path, folder: Path, jobs: dict[str, list[str]]):
-    """Two ranks with the settings of each job train as one process, and learn; the run of the job "two" is exported and
-    comes back."""
+    """Assert that two ranks with each job's settings train like one process, and learn. The run of the job "two" is
+    exported and imported."""
     run_jobs(1, config, folder, {"one": []})
     run_jobs(2, config, folder, jobs)
     one = curve(folder / "one", "loss", "grad_norm")

@@ -1,9 +1,9 @@
-"""A SLURM cluster of two nodes on one machine, out of network namespaces. Needs root and Debian's packages.
+"""A SLURM cluster of two nodes on one machine, made of network namespaces. Needs root and Debian's packages.
 
     python -m tests.helpers.slurm_cluster [COMMAND ...]
 
-brings it up, runs a command on node 1 (a shell without one), and takes all of it down again. Missing packages are
-installed with apt-get. Each node says that it has 64 CPUs and 8 GPUs, so that launch/*.sh can be submitted as they are.
+starts the cluster, runs a command on node 1 (by default a shell), and stops the cluster. Missing packages are installed
+with apt-get. Each node reports 64 CPUs and 8 GPUs, so that launch/*.sh can be submitted without changes.
 Partitions: ``work``, whose jobs are preempted with ``GRACE`` seconds of grace, and ``urgent``, whose jobs preempt them.
 """
 
@@ -20,7 +20,7 @@ PROGRAMS = ("slurmctld", "slurmd", "sbatch", "munged", "ip", "unshare")
 GRACE = 60
 """Seconds between a preemption's SIGTERM and its SIGKILL."""
 
-# KillWait, SlurmdTimeout: seconds instead of minutes until SLURM kills what does not end, or gives a node up.
+# KillWait, SlurmdTimeout: SLURM kills processes that do not end, or gives a node up, after seconds, not minutes.
 # SchedulerParameters: a queued job starts within seconds.
 CONFIGURATION = """
 ClusterName=titans
@@ -57,7 +57,7 @@ PartitionName=urgent Nodes=node[1-2] PriorityTier=10 PreemptMode=OFF
 
 
 def why_not() -> str | None:
-    """Reason why no cluster can be started here; None if nothing is missing, or nothing that cannot be installed."""
+    """Reason why no cluster can be started here; None if all programs are installed or can be."""
     if os.geteuid():
         return "a SLURM cluster needs root, for network namespaces"
     if any(shutil.which(program) is None for program in PROGRAMS) and shutil.which("apt-get") is None:
@@ -66,7 +66,7 @@ def why_not() -> str | None:
 
 
 def install():
-    """Installs what is missing of SLURM and munge, without starting either."""
+    """Install SLURM and munge if they are missing, without starting them."""
     if all(shutil.which(program) for program in PROGRAMS):
         return
     environment = os.environ | {"DEBIAN_FRONTEND": "noninteractive", "RUNLEVEL": "1"}
@@ -75,7 +75,7 @@ def install():
 
 
 class Cluster:
-    """``with Cluster() as cluster``: two nodes, 1 and 2, the controller on the first."""
+    """``with Cluster() as cluster``: two nodes, 1 and 2, with the controller on node 1."""
 
     def __init__(self):
         self._name = f"titans-slurm{os.getpid()}"
@@ -114,7 +114,7 @@ class Cluster:
     def _connect(self):
         for node in (1, 2):
             subprocess.run(["ip", "netns", "add", self._netns(node)], check=True)
-            names = Path("/etc/netns", self._netns(node))  # ip netns exec lays these files over those of /etc
+            names = Path("/etc/netns", self._netns(node))  # ip netns exec mounts these files over /etc
             names.mkdir(parents=True)
             (names / "hosts").write_text("127.0.0.1 localhost\n10.9.0.1 node1\n10.9.0.2 node2\n")
         pair = ["between", "netns", self._netns(1), "type", "veth", "peer", "name", "between", "netns", self._netns(2)]
@@ -130,21 +130,21 @@ class Cluster:
         (self.folder / "munge.key").chmod(0o600)
         (self.folder / "state").mkdir()
         (self.folder / "slurm.conf").write_text(CONFIGURATION.format(folder=self.folder, grace=GRACE))
-        (self.folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")  # unused, but slurmd would look for one
+        (self.folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")  # unused, but slurmd looks for one
         for number in range(8):
             (self.folder / f"gpu{number}").touch()
         (self.folder / "gres.conf").write_text(f"NodeName=node[1-2] Name=gpu File={self.folder}/gpu[0-7]\n")
 
     def command(self, node: int, *words: str) -> list[str]:
-        """A command line that runs ``words`` on a node, under its name and in its network."""
+        """Command line that runs ``words`` on a node, under its name and in its network."""
         name = f'hostname node{node} && exec "$@"'
         return ["ip", "netns", "exec", self._netns(node), "unshare", "--uts", "bash", "-c", name, "bash", *words]
 
     def run(self, *words: str, folder: Path | None = None, **variables: str) -> str:
-        """Runs a command on node 1 and returns what it prints.
+        """Run a command on node 1 and return its output.
 
         Raises:
-            subprocess.CalledProcessError: it failed.
+            subprocess.CalledProcessError: the command failed.
         """
         result = subprocess.run(self.command(1, *words), env=self.environment | variables, cwd=folder, check=False,
                                 capture_output=True, text=True, timeout=120)  # fmt: skip
@@ -159,18 +159,18 @@ class Cluster:
                              stderr=log, start_new_session=True)  # fmt: skip
 
     def bring(self, node: int):
-        """Starts a node's slurmd."""
+        """Start a node's slurmd."""
         (self.folder / f"spool-node{node}").mkdir(exist_ok=True)
         self._start(node, "slurmd", "-D", "-N", f"node{node}")
 
     def lose(self, node: int):
-        """Kills everything on a node, as a loss of power does."""
+        """Kill all processes on a node, like a loss of power."""
         found = subprocess.run(["ip", "netns", "pids", self._netns(node)], capture_output=True, text=True).stdout
         for process in found.split():
             subprocess.run(["kill", "-KILL", process], stderr=subprocess.DEVNULL)
 
     def wait_for_nodes(self, *states: str):
-        """Waits until node 1, node 2 have these states."""
+        """Wait until node 1 and node 2 have these states."""
         command = ("sinfo", "--noheader", "--Node", "--partition", "work", "--format", "%T")
 
         def reached():
@@ -190,7 +190,7 @@ class Cluster:
             time.sleep(0.5)
 
     def job(self, number: str) -> dict[str, str]:
-        """Entries of ``scontrol show job`` for a job, by name."""
+        """Return the entries of ``scontrol show job`` for a job, by name."""
         words = self.run("scontrol", "--oneliner", "show", "job", number).split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 

@@ -17,10 +17,10 @@ ESSAY = (
 
 
 class Characters:
-    """A token a character (ASCII); eos is 0."""
+    """A tokenizer with one token per ASCII character; eos is 0."""
 
     vocab_size, bos_id, eos_id, begin, sha256 = 128, -1, EOS, (), "characters"
-    pieces, dummy_prefix = [b"", *(bytes([i]) for i in range(1, 128))], False  # what StreamDecoder goes by
+    pieces, dummy_prefix = [b"", *(bytes([i]) for i in range(1, 128))], False  # read by StreamDecoder
 
     def encode(self, text):
         return list(text.encode("ascii"))
@@ -37,7 +37,7 @@ class Characters:
 
 
 class OverLines(Characters):
-    """Merges a full stop and the newline after it into token 1: lines cannot be tokenised apart."""
+    """A tokenizer that merges a full stop and the next newline into token 1: lines cannot be tokenised separately."""
 
     sha256 = "over-lines"
 
@@ -54,7 +54,7 @@ class History:
 
 
 class Scripted(nn.Module):
-    """Next tokens as ``answer(text so far) -> character`` says; its state is the whole text."""
+    """A model that predicts ``answer(text so far) -> character``; its state is the whole text."""
 
     def __init__(self, answer):
         super().__init__()
@@ -71,13 +71,13 @@ class Scripted(nn.Module):
 
 
 def copies(text):
-    """Knows the value from the needle and says it after the answer prefix, then ends."""
+    """Answer the needle's value after the answer prefix, then end."""
     value, (_, asked, so_far) = re.search(r"is: (\d{7})\.", text), text.rpartition("provided text is")
     return (f" {value[1]}" + chr(EOS))[len(so_far)] if value and asked else "?"
 
 
 class Recurrent(nn.Module):
-    """A GRU language model with the call of titans_pt's."""
+    """A GRU language model with the call signature of titans_pt's models."""
 
     def __init__(self, vocab_size=128, width=16):
         super().__init__()

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # Two "nodes" on one machine: network namespaces joined by a veth pair. Needs root and iproute2.
 #     [LAUNCHER=deepspeed] tests/helpers/two_nodes.sh CONFIG [KEY=VALUE ...]
-# Trains on both, kills everything of node 2 with SIGKILL after step KILL_AT (8), brings it back, and lets the job end.
-# LAUNCHER   torchrun (the default): one in each node, which restarts by itself. deepspeed: from node 1, over ssh; it
+# Trains on both, kills node 2's processes with SIGKILL after step KILL_AT (8), restarts it, and lets the job end.
+# LAUNCHER   torchrun (the default): one per node, which restarts by itself. deepspeed: from node 1, over ssh; it
 #            needs sshd and pdsh, and is started again after the loss
-# PROCESSES  of each node (1)
+# PROCESSES  processes per node (1)
 set -euo pipefail
 config=$(realpath "${1:?CONFIG is missing}")
 shift
@@ -40,7 +40,7 @@ node() {  # NUMBER: torchrun in this node's own network
     NODES=2 MASTER=10.9.0.1:29500 HOST=$((2 - n)) ADDRESS="10.9.0.$n" PROCESSES="${PROCESSES:-1}" \
         ip netns exec "$name-$n" launch/torchrun.sh "$config" "$@"
 }
-both() {  # DeepSpeed's launcher on node 1, whose ~/.ssh is one with a key for both
+both() {  # DeepSpeed's launcher on node 1, with a ~/.ssh that has a key for both nodes
     # shellcheck disable=SC2016  # for the inner shell
     ip netns exec "$name-1" unshare --mount bash -c '
         mkdir -p ~/.ssh && mount --bind "$0" ~/.ssh && exec launch/deepspeed.sh "$0/hosts" "$@"
@@ -50,12 +50,12 @@ listen() {  # NUMBER: this node's sshd
     ip netns exec "$name-$1" "$(command -v sshd || echo /usr/sbin/sshd)" -D -f "$scratch/sshd" \
         -o "ListenAddress=10.9.0.$1" 2>"$scratch/sshd-$1.log" &
 }
-steps() {  # the last that was logged
+steps() {  # the last logged step
     local found
     found=$(grep -ho '"step": [0-9]*' "$run/metrics.jsonl" 2>/dev/null | tail -n 1 | tr -dc 0-9 || true)
     echo "${found:-0}"
 }
-lose_node_2() {  # PID of what runs on node 1
+lose_node_2() {  # PID of the job on node 1
     until (("$(steps)" >= "${KILL_AT:-8}")); do
         sleep 1
         kill -0 "$1"
@@ -72,7 +72,7 @@ if [[ "${LAUNCHER:-torchrun}" == deepspeed ]]; then
     echo "10.9.0.* $(cat "$scratch/host.pub")" >"$scratch/known_hosts"
     printf '%s\n' "HostKey $scratch/host" "AuthorizedKeysFile $scratch/authorized_keys" "StrictModes no" \
         "PidFile none" "UsePAM no" >"$scratch/sshd"
-    # What the launcher takes to the nodes' environments beside PYTHON...
+    # Variables that the launcher passes to the nodes, besides PYTHON...
     printf '%s\n' "OMP_NUM_THREADS=$OMP_NUM_THREADS" "GLOO_SOCKET_IFNAME=between" "DS_ACCELERATOR=${DS_ACCELERATOR:-cpu}" \
         >"$scratch/environment"
     export DS_ENV_FILE=$scratch/environment DS_ACCELERATOR=${DS_ACCELERATOR:-cpu}

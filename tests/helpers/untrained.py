@@ -1,4 +1,4 @@
-"""A run folder with an untrained tiny model, as training would have left it, in milliseconds."""
+"""A run folder with an untrained tiny model, in the form that training leaves, made in milliseconds."""
 
 import hashlib
 from pathlib import Path
@@ -16,7 +16,7 @@ from titans_pt.tasks.language import keep_tokenizer
 
 
 def untrained_run(folder: Path, prepared: Path, seed: int = 0, data: dict | None = None, **model) -> Path:
-    """Fills ``folder``; ``prepared``: where its tokenizer is; ``data``, ``model``: changes to TINY's settings."""
+    """Fill ``folder``; ``prepared`` holds the tokenizer; ``data`` and ``model`` are changes to TINY's settings."""
     model = own_settings(model.get("mixers", [])) | model
     config = Config.model_validate(merged(TINY, {"model": model, "data": data or {}}))
     torch.manual_seed(seed)

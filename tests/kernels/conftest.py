@@ -1,4 +1,4 @@
-"""Common parts of the tests of several kernels: other people's plain PyTorch functions, computing in float64."""
+"""Fixtures shared by the kernels' tests: other projects' plain PyTorch functions, computing in float64."""
 
 from importlib import import_module
 
@@ -18,7 +18,7 @@ class _Double:
 
 @pytest.fixture
 def reference(monkeypatch):
-    """``reference(package, module, function)``: the function, or a skip where the package is not installed.
+    """``reference(package, module, function)`` returns the function, or skips if the package is not installed.
 
     flash-linear-attention's modules import triton; its naive functions do not use it.
     """
@@ -31,7 +31,7 @@ def reference(monkeypatch):
         monkeypatch.setattr(found, "torch", _Double())
         monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
         function = getattr(found, function)
-        # transformers hands its functions' work to fla or mamba-ssm where those are installed.
+        # transformers delegates its functions to fla or mamba-ssm if they are installed.
         return getattr(function, "__wrapped__", function)
 
     return find
@@ -39,7 +39,7 @@ def reference(monkeypatch):
 
 @pytest.fixture
 def scans_by_rows(monkeypatch):
-    """Triton's interpreter scans row by row (along the first axis), not entry by entry, which takes minutes."""
+    """Make Triton's interpreter scan row by row (along the first axis): entry by entry takes minutes."""
     from triton.runtime import interpreter
 
     def scan(self, given):

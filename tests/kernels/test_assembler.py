@@ -1,4 +1,4 @@
-"""Which assembler Triton is given, and what is said where none is sound."""
+"""The assembler that Triton is given, and the message if none is sound."""
 
 import os
 
@@ -17,7 +17,7 @@ def test_the_oldest_sound_one_takes_the_place_of_one_that_is_not(assembler, tmp_
 
 @pytest.fixture
 def triton_with(assembler, monkeypatch):
-    """``triton_with(own, *others)``: Triton brings the first version; the others are installed elsewhere."""
+    """``triton_with(own, *others)``: Triton ships the first version; the others are installed elsewhere."""
     compiler = pytest.importorskip("triton.backends.nvidia.compiler", reason="pip install triton")
     monkeypatch.delenv("TRITON_PTXAS_PATH", raising=False)
 
@@ -32,7 +32,7 @@ def triton_with(assembler, monkeypatch):
 
 
 def test_triton_is_given_a_sound_one(triton_with, monkeypatch):
-    # Its former value, none, comes back after the test.
+    # The variable is unset again after the test.
     monkeypatch.setitem(os.environ, "TRITON_PTXAS_PATH", "")
     paths = triton_with("12.8.93", "13.0.88", "12.9.86")
     assert assemblers.choose() is None

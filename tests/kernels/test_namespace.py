@@ -1,4 +1,4 @@
-"""Operators of an exported folder's copies beside those of the package."""
+"""Operators of an exported folder's copies next to the package's operators."""
 
 import sys
 from importlib.util import module_from_spec, spec_from_file_location
@@ -12,8 +12,7 @@ from titans_pt.kernels.linear_memory import fla
 
 @pytest.mark.parametrize("changed", [False, True])
 def test_a_copy_of_any_version_leaves_the_packages_operators_alone(changed, tmp_path, monkeypatch):
-    """An older version's operator has other arguments; where it took the name, the package could no longer call its
-    own."""
+    """An older version's operator has other arguments. If it took the name, the package could not call its own."""
     name = "transformers_modules.folder.titans_pt_kernels_linear_memory_fla"
     text = Path(fla.__file__).read_text(encoding="utf-8")
     path = tmp_path / "copy.py"

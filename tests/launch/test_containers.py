@@ -1,4 +1,4 @@
-"""The containers' recipes: linted, and saying the same as each other and as the project."""
+"""The containers' recipes pass the linters, and agree with each other and with the project."""
 
 import os
 import re
@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 DOCKER = (ROOT / "launch/Dockerfile").read_text()
 APPTAINER = (ROOT / "launch/apptainer.def").read_text()
 PROGRAMS = os.pathsep.join([sysconfig.get_path("scripts"), os.environ["PATH"]])
-"""Path in which pip puts hadolint and shellcheck, whether or not the environment is active."""
+"""PATH that includes pip's folder of hadolint and shellcheck, whether or not the environment is active."""
 
 
 def lint(program: str, *arguments, **options) -> subprocess.CompletedProcess:

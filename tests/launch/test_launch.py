@@ -1,4 +1,4 @@
-"""The launchers: clean by shellcheck, and each starts what it says."""
+"""The launchers pass shellcheck, and each starts the documented command."""
 
 import os
 import re
@@ -34,13 +34,13 @@ def test_the_gpu_checks_measurements_are_commands():
 
 
 def named(part: str) -> str:
-    """The modules of the wheels that the script's head asks for."""
+    """Modules of the wheels that the script's header asks for."""
     wheels = re.search(rf"^#   {part} +(.*?)(?:, and .*)?$", (ROOT / "launch/gpu_check.sh").read_text(), re.M)[1]
     return wheels.replace("py-cpuinfo", "cpuinfo").replace("-", "_")
 
 
 def gpu_check(tmp_path, *parts: str, **variables: str) -> subprocess.CompletedProcess:
-    """The script on the imitation of a bare machine (bare_machine/), its results under tmp_path/out."""
+    """Run the script on the imitation of a bare machine (bare_machine/), with its results under tmp_path/out."""
     environment = {name: word for name, word in os.environ.items() if not name.startswith("PYTEST_")}
     environment |= {"PYTHONPATH": str(Path(__file__).with_name("bare_machine")), "TITANS_OUT": str(tmp_path / "out"),
                     "TITANS_PYTHON": sys.executable} | variables  # fmt: skip
@@ -69,7 +69,7 @@ def test_a_bare_machine_with_what_the_head_names_collects_every_gpu_test(tmp_pat
 
 
 def test_the_gpu_check_keeps_its_results_in_one_file_and_within_ten_minutes(tmp_path):
-    """Limits of every part leave two minutes to install; what a cut run had is in the archive."""
+    """Each part's time limits leave two minutes to install; the archive holds the results of an interrupted run."""
     text = (ROOT / "launch/gpu_check.sh").read_text()
     parts = re.findall(r"^    (\w+)\)\n((?:        .*\n)+)", text[text.rindex("case $part in") :], re.M)
     limits = {name: sum(map(int, re.findall(r"(?:tests|benchmark|step) [\w-]+ (\d+) ", body))) for name, body in parts}
@@ -92,7 +92,7 @@ def test_the_gpu_check_keeps_its_results_in_one_file_and_within_ten_minutes(tmp_
 
 @pytest.fixture
 def stand_ins(tmp_path):
-    """``stand_ins(name, body)`` puts a program in the place of ``name``; ``run`` starts a launcher among them."""
+    """``stand_ins(name, body)`` replaces the program ``name``; ``start`` runs a launcher that finds it."""
 
     def put(name: str, body: str):
         path = tmp_path / name
@@ -226,7 +226,7 @@ def test_slurm_queues_again_after_a_preemption_that_only_the_step_was_told_of(
 @pytest.mark.parametrize("script", ["slurm_prepare.sh", "slurm_evaluate.sh"])
 def test_a_job_without_an_array_has_a_log_with_a_sane_name(script):
     (name,) = re.findall(r"^#SBATCH --output (\S+)$", (ROOT / "launch" / script).read_text(), re.M)
-    assert not {"%A", "%a"} & set(re.findall("%.", name))  # the index of no array is 4294967294
+    assert not {"%A", "%a"} & set(re.findall("%.", name))  # without an array the index is 4294967294
 
 
 def task(number: str, first: str, count: str) -> dict[str, str]:

@@ -1,6 +1,6 @@
 """The SLURM scripts under a real SLURM, on two nodes of one machine (tests/helpers/slurm_cluster.py).
 
-Slow: ten minutes, most of them SLURM's own. They need root, and install Debian's SLURM if it is missing.
+The tests take ten minutes, mostly SLURM's own waiting. They need root, and install Debian's SLURM if it is missing.
 """
 
 import json
@@ -31,7 +31,7 @@ def fsync(file):
     sync(file)
 os.fsync = fsync
 """
-"""A module that makes a process's first checkpoint take SLOW_DISK seconds longer."""
+"""Module that makes a process's first checkpoint take SLOW_DISK seconds longer."""
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def cluster():
 
 
 class Job:
-    """A submitted script. Its settings are those of TINY and ``settings``; it runs in a folder that is not ours."""
+    """A submitted script, with TINY's settings and ``settings``. It runs in a folder outside the repository."""
 
     def __init__(self, cluster: Cluster, folder: Path, script: str, *words: str, flags: str = "", **variables: str):
         self.cluster, self.folder = cluster, folder
@@ -76,7 +76,7 @@ class Job:
         self.wait(state, lambda: self["JobState"] == state)
 
     def hurry(self):
-        """Starts a requeued job as soon as nothing is left of what ran before; SLURM lets it wait for two minutes."""
+        """Start a requeued job as soon as its earlier processes are gone; SLURM would let it wait two minutes."""
         self.wait_for("PENDING")
         self.cluster.run("scontrol", "update", f"job={self.number}", "StartTime=now")
 
@@ -85,7 +85,7 @@ class Job:
 
 
 class Training(Job):
-    """Trains on both nodes, one process of one thread on each."""
+    """A training on both nodes, with one process of one thread on each."""
 
     def __init__(self, cluster: Cluster, folder: Path, prepared: Path, *words: str, flags: str = "", **variables: str):
         source = {"kind": "files", "path": str(prepared.parent / "text.jsonl")}
@@ -104,7 +104,7 @@ class Training(Job):
         self.wait(f"at step {step}", lambda: self.step >= step)
 
     def wait_for_resume(self):
-        """The step of the checkpoint from which the job, which is queued again, continues."""
+        """Return the step of the checkpoint from which the requeued job continues."""
         found = re.compile(r"resuming at step (\d+)")
         self.hurry()
         self.wait("resumed", lambda: found.search((self.run / "log.txt").read_text()))
@@ -169,7 +169,7 @@ def test_an_error_of_the_user_ends_the_job_at_once(cluster, tmp_path, prepared):
     job = Training(cluster, tmp_path, prepared, "data.dir=nowhere")
     job.wait_for("FAILED")
     assert job["Restarts"] == "0"
-    assert job.log.count("ZeRO 1") == 1  # of the plan: one start
+    assert job.log.count("ZeRO 1") == 1  # printed with the plan: one start
     assert job.log.count("titans: error: data.dir=nowhere") in (1, 2)  # once per node, if SLURM does not stop it before
     assert "Traceback" not in job.log
 

@@ -22,7 +22,7 @@ def saved(folder, tokenizer, eos="<|endoftext|>"):
 
 @pytest.fixture(scope="session")
 def byte_level(tmp_path_factory, texts):
-    """GPT-2's kind."""
+    """A byte-level tokenizer like GPT-2's."""
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -40,7 +40,7 @@ def byte_level(tmp_path_factory, texts):
 
 @pytest.fixture(scope="session")
 def llama(tmp_path_factory, texts):
-    """Llama-2's kind: a space before the text, spaces as U+2581, bytes for what has no piece."""
+    """A tokenizer like Llama-2's: a space before the text, spaces as U+2581, bytes for text without a piece."""
     pieces = {"<unk>": 0, "<s>": 1, "</s>": 2} | {f"<0x{byte:02X}>": 3 + byte for byte in range(256)}
     letters = sorted(set("".join(texts)) - set(" \n") | {"\u2581"})
     pieces |= {letter: len(pieces) + i for i, letter in enumerate(letters)}
@@ -102,7 +102,7 @@ def test_another_eos(byte_level, tmp_path):
     with pytest.raises(UserError, match="no end-of-text piece.*data.tokenizer.eos_token"):
         load_tokenizer(alone)
     tokenizer = load_tokenizer(alone, "<|endoftext|>")
-    assert load_tokenizer(tokenizer.save(tmp_path_of(tmp_path))).eos_id == tokenizer.eos_id  # kept beside the copy
+    assert load_tokenizer(tokenizer.save(tmp_path_of(tmp_path))).eos_id == tokenizer.eos_id  # stored next to the copy
 
 
 PLAIN = "no special token"
@@ -114,7 +114,7 @@ CONTROLS = {
 
 @pytest.fixture(scope="module", params=["bpe", "bpe normalized", "unigram"])
 def not_special(request, tmp_path_factory, byte_level):
-    """tokenizer.json lists control tokens with special: false; tokenizer_config.json alone says what they are."""
+    """tokenizer.json lists control tokens with special: false; only tokenizer_config.json says what they are."""
     path = tmp_path_factory.mktemp("not_special") / "tokenizer.json"
     if request.param == "unigram":
         pieces = [*CONTROLS.values(), "<unk>", "\u2581", *sorted(set("".join(CONTROLS.values())))]
@@ -193,7 +193,7 @@ def test_broken_or_lossy(tmp_path, byte_level):
         load_tokenizer(path)
 
 
-@pytest.mark.slow  # half a minute to build it
+@pytest.mark.slow  # building it takes half a minute
 def test_a_vocabulary_over_uint16(tmp_path, byte_level, config):
     large = tokenizers.Tokenizer.from_file(str(byte_level))
     large.add_tokens([f"Document 0 {i}" for i in range(65_500)])

@@ -1,4 +1,4 @@
-"""One token a base, here and in Hugging Face's library."""
+"""One token per base, in our tokenizer and in Hugging Face's library."""
 
 import numpy as np
 import pytest

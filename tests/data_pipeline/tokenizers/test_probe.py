@@ -1,4 +1,4 @@
-"""Losses of a lossy tokenizer, by the kinds of text that are tried, and by the documents that change."""
+"""Losses of a lossy tokenizer, by the probed kinds of text and by the documents that change."""
 
 import io
 import json
@@ -22,7 +22,7 @@ CODE = "def f(a):\n    return a + 1\n"
 
 @pytest.fixture(scope="module")
 def defaults(tmp_path_factory, texts):
-    """A SentencePiece model as its library trains it when nothing else is asked for."""
+    """A SentencePiece model trained with its library's defaults."""
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter([*texts, CODE]), model_writer=model, vocab_size=VOCAB, hard_vocab_limit=False,
@@ -95,14 +95,14 @@ def test_prepare_counts_the_documents_that_change_and_says_what_is_lost(defaults
     assert "40 of 60 documents tried" in (shown := capsys.readouterr().out) and "loses line breaks" in shown
     strict = config(data=data | {"tokenizer": {"path": str(defaults.path), "lossy": "refuse"}}, model=model)
     with pytest.raises(UserError, match="lossy: given 'refuse', but the tokenizer is lossy: 20 of 60.*=warn"):
-        prepare(strict)  # nothing to do, but not silently
+        prepare(strict)  # all is prepared already, but it still refuses
     with pytest.raises(UserError, match="lossy: given 'refuse', but .*defaults.model loses line breaks,.*=warn"):
         prepare(strict, force=True)
     assert prepare(config(data=data, model=model)) == manifest
 
 
 def test_a_document_that_changes_is_refused_by_its_place(llama, config, tmp_path):  # noqa: F811
-    """A tokenizer that passes all that is tried, and a text with the one sign that it takes for another."""
+    """The tokenizer passes all probes, but the text has the one character that it confuses with another."""
     corpus = tmp_path / "text.jsonl"
     lines = [f"text {i}" for i in range(30)] + ["here is a \u2581 sign"]
     corpus.write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))

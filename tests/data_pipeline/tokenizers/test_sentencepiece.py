@@ -19,7 +19,7 @@ SCRIPTS = "Ünïcode  текст 日本語のテキスト العربية हि�
 
 @pytest.fixture(scope="session")
 def llama(tmp_path_factory, texts):
-    """A tokenizer that puts a space before the text, as Llama's do."""
+    """A tokenizer that puts a space before the text, like Llama's."""
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(texts),
@@ -100,7 +100,7 @@ def test_a_long_text_is_compared_in_little_memory(tokenizer, texts):
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert peak < 40 * len(ids)  # of the 65,536 that are joined at once 88 bytes each, and the text twice
+    assert peak < 40 * len(ids)  # 88 bytes for each of the 65,536 joined at once, and the text twice
     assert not tokenizer.gives_back(text, ids[:-1]) and not tokenizer.gives_back(text, [*ids, ids[0]])
 
 
@@ -259,7 +259,7 @@ def test_round_trip_of_real_text(mistral):
 
 @pytest.mark.parametrize("cut", [7, 50, 400])
 def test_stretches_have_the_ids_of_the_whole(mistral, tokenizer, monkeypatch, cut):
-    """Cut at newlines, else spaces: the same ids, for models with a dummy prefix and without."""
+    """Text cut at newlines, else at spaces, has the same ids, for models with and without a dummy prefix."""
     from pydoc_data.topics import topics
 
     texts = [text[:3000] for text in list(topics.values())[:8]]

@@ -1,4 +1,4 @@
-"""Every form of attention: what each token sees, by definition; FlashAttention's merged parts against SDPA's masks."""
+"""Every form of attention against its definition; FlashAttention's merged parts against SDPA's masks."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ def rand(*shape, seed=0, device="cpu", dtype=torch.float64):
 
 
 def by_definition(q, k, v, sees, prefix=None):
-    """Softmax written out; sees: bool (B, T, S)."""
+    """Compute softmax attention in full; sees: bool mask (B, T, S)."""
     k, v = (x.repeat_interleave(H // x.shape[2], 2) for x in (k, v))
     if prefix is not None:
         prefix = Prefix(prefix.q, *(x.repeat_interleave(H // x.shape[2], 2) for x in (prefix.k, prefix.v)))
@@ -30,7 +30,7 @@ def by_definition(q, k, v, sees, prefix=None):
 
 
 def equal(outputs, leaves, rtol=1e-9):
-    """Values and gradients (for a random gradient of the output) of all outputs are those of the first."""
+    """Assert that all outputs equal the first, in values and in gradients for one random gradient of the output."""
     gen = torch.Generator().manual_seed(9)
     up = torch.randn(outputs[0].shape, generator=gen, dtype=torch.float64).to(outputs[0])
     grads = [torch.autograd.grad(o, leaves, up, retain_graph=True) for o in outputs]
@@ -49,7 +49,7 @@ def make_prefix(q, length, seed=5, kv_heads=H):
 
 
 def bounds_of(first):
-    """first (B, T) of whole rows -> where documents begin when these lie end to end; B * T more often than needed."""
+    """Starts of documents with the rows laid end to end, from first (B, T) of whole rows; padded with B * T."""
     begins = (first == torch.arange(first.shape[1], device=first.device)).flatten().nonzero().flatten()
     return F.pad(begins, (0, 3), value=first.numel()).to(torch.int32)
 
@@ -78,7 +78,7 @@ def test_causal(T, past, window, prefix, sinks, documents, kv_heads, seed):
 
 @pytest.mark.parametrize("past", range(3, 20))
 def test_one_token_of_a_stream_sees_its_sinks(past):
-    """Also where more keys are there than window and sinks, as in a state of a wider window."""
+    """This holds also when there are more keys than window and sinks, as in the state of a wider window."""
     q, (k, v) = rand(B, 1, H, D), (rand(B, past + 1, H, D, seed=i) for i in (1, 2))
     two = torch.cat([rand(B, 1, H, D, seed=3), q], 1)
     more = causal_attention(two, k, v, window=4, sinks=2, backend="masked")[:, 1:]
@@ -89,7 +89,7 @@ def test_one_token_of_a_stream_sees_its_sinks(past):
 @given(T=st.integers(1, 36), stride=st.integers(1, 5), prefix=st.integers(0, 3),
        kv_heads=st.sampled_from([1, H]), seed=st.integers(0, 10**6))  # fmt: skip
 def test_segment(T, stride, prefix, kv_heads, seed):
-    """Token i sees memory tokens 0 .. i // stride, never one that was read with a later token's query."""
+    """Token i sees memory tokens 0 .. i // stride, never a memory token read with a later token's query."""
     groups = -(-T // stride)
     q, k, v = (rand(B, T, heads, D, seed=seed + i) for i, heads in enumerate((H, kv_heads, kv_heads)))
     m_k, m_v = (rand(B, groups, kv_heads, D, seed=seed + 3 + i) for i in range(2))
@@ -111,8 +111,8 @@ def test_an_unknown_backend():
 
 
 def close(outputs, leaves, oracle, oracle_leaves):
-    """bf16 against fp64: relative to the largest entry, 2 % for gradients, 1 % for outputs. A gradient that is
-    exactly 0 (of a token that sees only itself) may have fp32's roundings."""
+    """Compare bf16 with fp64: within 1 % of the largest entry for outputs, 2 % for gradients. A gradient that is
+    exactly 0 (of a token that sees only itself) may have fp32's rounding errors."""
     gen = torch.Generator().manual_seed(9)
     up = torch.randn(oracle.shape, generator=gen, dtype=torch.float64).to(oracle.device)
     want = torch.autograd.grad(oracle, oracle_leaves, up)
@@ -123,7 +123,7 @@ def close(outputs, leaves, oracle, oracle_leaves):
 
 
 def halved(*tensors):
-    """The same numbers twice: leaves in bf16 and in fp64."""
+    """The same numbers as leaves in bf16 and as leaves in fp64."""
     half = [t.detach().to("cuda", torch.bfloat16).requires_grad_() for t in tensors]
     return half, [t.detach().double().requires_grad_() for t in half]
 
@@ -183,11 +183,11 @@ def test_a_token_of_a_stream_in_c(monkeypatch, dtype, heads, prefix):
 
     q, k, v = draw(1, heads), draw(41)[:, 4:], draw(37)
     before = Prefix(draw(1, heads), draw(5)[:1].expand(2, -1, -1, -1), draw(5)) if prefix else None
-    expected = masked_attention(q.requires_grad_(), k, v, None, before)  # with gradients PyTorch computes it
+    expected = masked_attention(q.requires_grad_(), k, v, None, before)  # PyTorch computes it when gradients are needed
     with torch.no_grad():
         assert token.serves(q)
         found = masked_attention(q, k, v, None, before)
         monkeypatch.setattr(native, "WORTH_A_THREAD", 1)
         assert torch.equal(masked_attention(q, k, v, None, before), found)
-    tolerance = 1e-13 if dtype == torch.float64 else 1e-5  # of scores up to 100
+    tolerance = 1e-13 if dtype == torch.float64 else 1e-5  # for scores up to 100
     torch.testing.assert_close(found, expected.detach(), rtol=tolerance, atol=tolerance)

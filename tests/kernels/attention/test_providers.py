@@ -1,4 +1,4 @@
-"""Which FlashAttention serves."""
+"""The choice between the providers of FlashAttention."""
 
 from importlib import metadata
 from importlib.machinery import ModuleSpec
@@ -18,7 +18,7 @@ def warned_of_nothing():
 
 @pytest.fixture
 def installed(monkeypatch, tmp_path):
-    """``installed(version, *files)``: a flash-attn of this version whose package has these files; None: no version."""
+    """``installed(version, *files)`` fakes a flash-attn package with these files; version None: no version."""
 
     def put(version, *files):
         for name in files:

@@ -8,7 +8,7 @@ from titans_pt.kernels.linear_memory import linear_memory
 
 
 def make(B, T, D, N, *, mamba=True, strength=1.0, seed=0, dtype=torch.float64) -> dict[str, Tensor]:
-    """Inputs by name; log decays down to some -16 ``strength``. Longhorn's steps leave 1 - step k^2 above 0."""
+    """Random inputs by name; log decays reach about -16 ``strength``. Longhorn's steps keep 1 - step k^2 above 0."""
     draw = torch.Generator().manual_seed(seed)
 
     def rand(*shape):
@@ -36,7 +36,7 @@ def oracle(x, step, k, q, rate=None, *, initial_state, reset=None, **_) -> tuple
 
 
 def run(call, tensors: dict[str, Tensor], **options) -> tuple[list[Tensor], tuple[Tensor, ...]]:
-    """Outputs and final state, and every input's gradient of a random weighting of both."""
+    """Outputs and final state, and the gradient of a random weighting of both with respect to every input."""
     leaves = {name: x.clone().requires_grad_() for name, x in tensors.items()}
     results = call(**leaves, **options)
     draw = torch.Generator().manual_seed(99)
@@ -45,8 +45,7 @@ def run(call, tensors: dict[str, Tensor], **options) -> tuple[list[Tensor], tupl
 
 
 def compare_cut(tensors: dict[str, Tensor], cuts, atol: float, rtol: float = 0.0, *, reset=None, **options):
-    """Outputs and final state of calls that begin at the ``cuts``, each with the state of the one before, against those
-    of one call."""
+    """Compare calls cut at ``cuts``, each continuing from the last one's state, with one call: outputs, final state."""
     tensors, length = dict(tensors), tensors["x"].shape[1]
     state, options = tensors.pop("initial_state"), {"rate": tensors.pop("rate", None), **options}
     edges, outputs = [0, *sorted(cuts), length], []
@@ -62,7 +61,7 @@ def compare_cut(tensors: dict[str, Tensor], cuts, atol: float, rtol: float = 0.0
 
 
 def compare(tensors, tolerance: float, backend: str, exact=None, **options):
-    """A backend against the oracle (on ``exact`` in place of ``tensors``)."""
+    """Compare a backend with the oracle, which reads ``exact`` in place of ``tensors`` if given."""
     ours = run(channel_scan, tensors, backend=backend, output_final_state=True, **options)
     theirs = run(oracle, exact or tensors, **options)
     for kind, mine, expected in zip(("result", "gradient"), ours, theirs, strict=True):

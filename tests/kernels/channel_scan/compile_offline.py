@@ -1,6 +1,8 @@
-"""Compiles the scan's kernels for sm_90a without a GPU and prints what ptxas says of each, one JSON object per line.
+"""Compile the scan's kernels for sm_90a without a GPU and print what ptxas reports, one JSON object per line.
 
-A separate program, as Triton decides once whether it interprets.  python compile_offline.py '[{"kernel": "scan"}]'
+A separate program, because Triton decides once per process whether to interpret.
+
+    python compile_offline.py '[{"kernel": "scan"}]'
 """
 
 import json
@@ -26,7 +28,7 @@ INTEGERS = {"T", "D", "B"}
 
 
 def resources(kernel: str, N=16, dtype="bf16", mamba=True, reset=False, **changed) -> dict:
-    """registers and spills (bytes) of a thread, shared memory (bytes) of a program; changed: tokens, cells, warps."""
+    """Registers and spills (bytes) per thread, shared memory (bytes) per program; changed: tokens, cells, warps."""
     function = getattr(fused, kernel)
     constants = {
         "N": N, "TOKENS": changed.get("tokens", fused.TOKENS),

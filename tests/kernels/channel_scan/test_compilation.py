@@ -11,11 +11,11 @@ import pytest
 pytestmark = pytest.mark.thorough
 
 SHARED = 227 * 1024
-"""Bytes of shared memory that one program may have on sm_90."""
+"""Largest shared memory of one program on sm_90, in bytes."""
 
 
 OLDER = {"3.6": 4, "3.7": 4}
-"""Bytes a thread that these versions of Triton spill where 3.9 spills none; other versions were not measured."""
+"""Bytes per thread that these versions of Triton spill where 3.9 spills none; other versions were not measured."""
 
 
 def check(cases: list[dict], spills: int = 0):
@@ -42,7 +42,7 @@ def test_mamba_backward():
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_the_others():
-    """44 bytes a thread do not fit in Longhorn's backward pass with documents."""
+    """Longhorn's backward pass with documents spills 44 bytes per thread."""
     check([{"kernel": "scan", "reset": True}, {"kernel": "scan", "mamba": False}, {"kernel": "scan_backward"}])
     check([{"kernel": "scan_backward", "mamba": False}])
     check([{"kernel": "scan_backward", "mamba": False, "reset": True}], spills=64)

@@ -1,4 +1,4 @@
-"""The kernels, interpreted or on a GPU, against the linear memory's definition: outputs, final state, all gradients."""
+"""The Triton kernels, interpreted or on a GPU, against the linear memory's definition: outputs, states, gradients."""
 
 import warnings
 
@@ -22,7 +22,7 @@ def make(*shape, **options):
 
 @pytest.fixture
 def small_tiles(monkeypatch):
-    """Tiles of 8 tokens and programs of a few channels, so that little work meets every boundary."""
+    """Use tiles of 8 tokens and programs of a few channels, so that small inputs cross every boundary."""
     monkeypatch.setattr(fused, "TOKENS", 8)
     monkeypatch.setattr(fused, "CELLS", 16)
 
@@ -49,7 +49,7 @@ def test_real_tiles(mamba):
 
 
 def test_long_strong_decays(small_tiles):
-    """Log decays of some -300 a token."""
+    """Log decays of about -300 per token."""
     check(1, 40, 4, 4, mamba=True, strength=40.0)
 
 
@@ -106,7 +106,7 @@ def test_asked_for_what_it_does_not_serve(change, reason):
 
 def test_what_falls_back_says_why_once():
     class OnGPU:
-        """Part of a tensor that the choice looks at."""
+        """The attributes of a tensor that the dispatcher reads."""
 
         device, dtype, shape = torch.device("cuda"), torch.float32, (1, 1, 5)
 
@@ -119,7 +119,7 @@ def test_what_falls_back_says_why_once():
 
 
 def test_without_contents_it_takes_the_kernels():
-    """Allocations on a GPU can be measured anywhere."""
+    """With meta tensors, a GPU's allocations can be measured on any machine."""
     tensors = {n: x.to("meta").requires_grad_() for n, x in make(2, 100, 8, 16, dtype=torch.float32).items()}
     out, state = channel_scan(**tensors, output_final_state=True)
     assert out.shape == (2, 100, 8) and state.shape == (2, 8, 16)

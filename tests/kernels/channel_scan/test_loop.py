@@ -32,7 +32,7 @@ def test_cuts_are_invisible(cuts, mamba, resets):
 
 @pytest.mark.filterwarnings("ignore")
 def test_transformers_mamba(reference):
-    """mamba_selective_scan, no D, z, bias or softplus; channels before tokens, A = -rate, and it starts at 0."""
+    """mamba_selective_scan without D, z, bias and softplus; channels before tokens, A = -rate, initial state 0."""
     call = reference("transformers", "models.mamba.modeling_mamba", "mamba_selective_scan")
     tensors = make(2, 37, 6, 4)
     del tensors["initial_state"]
@@ -48,8 +48,8 @@ def test_transformers_mamba(reference):
 
 
 def test_longhorn_is_the_minimum_it_is_defined_by():
-    """arXiv 2407.14207: h minimises |h - h'|^2 + beta (h k - x)^2 for each channel; its scan keeps of the inverse
-    (I + beta k k')^-1 = I - step k k' the diagonal. With N = 1 that is everything."""
+    """arXiv 2407.14207: h minimises |h - h'|^2 + beta (h k - x)^2 for each channel. Its scan keeps only the diagonal
+    of the inverse (I + beta k k')^-1 = I - step k k'. With N = 1 the diagonal is the whole inverse."""
     tensors = make(1, 9, 3, 1, mamba=False)
     beta = torch.rand(1, 9, 3, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     tensors["step"] = beta / (1 + beta * tensors["k"].square())

@@ -25,7 +25,7 @@ def test_it_is_the_linear_memory(B, T, D, N, mamba, strength, resets, dtype, see
     draw = torch.Generator().manual_seed(seed + 1)
     reset = torch.rand(B, T, generator=draw) < resets if resets else None
     exact = make(B, T, D, N, mamba=mamba, strength=strength, seed=seed)
-    # In float32 the inputs' rounding is no error of the scan's.
+    # The oracle reads the rounded inputs: in float32 their rounding is not the scan's error.
     exact = {name: x.to(dtype).double() for name, x in exact.items()}
     tensors = {name: x.to(dtype) for name, x in exact.items()}
     compare(tensors, 1e-10 if dtype == torch.float64 else 2e-5, "native", exact, reset=reset)

@@ -1,4 +1,4 @@
-"""The short convolution: in C as in PyTorch, forward and every gradient, in pieces as in one call."""
+"""The short convolution: C agrees with PyTorch, forward and every gradient; pieces agree with one call."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from titans_pt.kernels.convolution import dispatch, short_convolution
 
 
 def plain(x, past, weight, bias, reach, silu, unit):
-    """Token by token."""
+    """Compute the convolution token by token."""
     padded, width, outputs = torch.cat([past, x], 1), weight.shape[1], []
     for t in range(x.shape[1]):
         taps = [padded[:, t + i] * weight[:, i] for i in range(width)]

@@ -1,4 +1,4 @@
-"""Random calls of the linear memory, and how two of them are compared."""
+"""Random calls of the linear memory, and the comparison of two of them."""
 
 import torch
 from torch import Tensor
@@ -13,8 +13,8 @@ DECAYS = ("none", "head", "token", "channel")
 def make(
     B, T, H, K, V, *, decay="token", delta=True, erase=False, steps=1, strength=1.0, seed=0, dtype=torch.float64
 ) -> dict[str, Tensor]:
-    """Inputs by name, q, k, v, decay, beta, erase (those that are there) and initial_state. Log decays are around
-    -strength, one in five of them a thousand times smaller. Keys to erase are shorter than 1. steps: keys per token."""
+    """Inputs by name: q, k, v, initial_state and, if asked for, decay, beta, erase. Log decays are around -strength,
+    one in five of them a thousand times smaller. Keys to erase are shorter than 1. steps: keys per token."""
     draw = torch.Generator().manual_seed(seed)
 
     def rand(*shape):
@@ -36,7 +36,7 @@ def make(
 
 
 def run(tensors: dict[str, Tensor], backend: str, **options) -> tuple[list[Tensor], tuple[Tensor, ...]]:
-    """Outputs and final state, and every input's gradient of a random weighting of both."""
+    """Outputs and final state, and the gradient of a random weighting of both with respect to every input."""
     leaves = {name: x.clone().requires_grad_() for name, x in tensors.items()}
     results = linear_memory(**leaves, output_final_state=True, backend=backend, **options)
     draw = torch.Generator().manual_seed(99)

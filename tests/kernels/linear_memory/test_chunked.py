@@ -39,7 +39,7 @@ def test_several_chunks_and_a_piece(decay, delta, erase, steps):
 @pytest.mark.parametrize("backend", ["naive", "chunked"])
 @pytest.mark.parametrize("decay", DECAYS)
 def test_erase_and_write_keys_apart_by_the_definition(decay, backend, steps, reset):
-    """The transition as a matrix: S = (I - beta k e^T) diag(exp(g)) S + beta k v^T, in sub-steps."""
+    """With the transition as a matrix: S = (I - beta k e^T) diag(exp(g)) S + beta k v^T, in sub-steps."""
     tensors = make(2, 30, 2, 5, 3, decay=decay, erase=True, steps=steps)
     starts = torch.rand(2, 30, generator=torch.Generator().manual_seed(2)) < 0.2 if reset else None
     leaves = {name: x.requires_grad_() for name, x in tensors.items()}
@@ -69,7 +69,7 @@ def test_erase_and_write_keys_apart_by_the_definition(decay, backend, steps, res
 @pytest.mark.parametrize("erase", [False, True])
 @pytest.mark.parametrize("decay", ["token", "channel"])
 def test_decays_that_fp32_cannot_undo(decay, erase):
-    """exp(-G) is infinite in fp32 from G = -89 on; here G reaches some -5,000 in a chunk."""
+    """exp(-G) is infinite in fp32 from G = -89 on; here G reaches about -5,000 in a chunk."""
     tensors = make(2, 100, 2, 8, 8, decay=decay, erase=erase, strength=100.0, dtype=torch.float32)
     exact = {name: x.double() for name, x in tensors.items()}
     reset = torch.rand(2, 100, generator=torch.Generator().manual_seed(0)) < 0.05

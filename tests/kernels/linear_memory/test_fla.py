@@ -1,6 +1,6 @@
-"""Arguments of flash-linear-attention's operators, and the use of their results.
+"""The arguments we pass to flash-linear-attention's operators, and the use of their results.
 
-Its kernels need a GPU: on other machines the definition stands in for them, taking and giving what they do.
+Its kernels need a GPU. On other machines the definition stands in for them, with the same arguments and results.
 """
 
 import pytest
@@ -15,7 +15,7 @@ CASES = [(decay, delta, erase) for decay in DECAYS for delta in (False, True) fo
 
 
 def stand_in(name: str):
-    """An operator of the documented signature: sequences of different lengths end to end, each with its state."""
+    """An operator with the documented signature: sequences of different lengths end to end, each with its state."""
 
     def chunk(q, k, v, *, scale, initial_state, output_final_state, cu_seqlens=None, cu_seqlens_cpu=None, **gates):
         def sequences(function, *tensors):
@@ -65,14 +65,14 @@ def dplr(q, k, v, a, b, gk, state):
 
 @pytest.fixture
 def served(monkeypatch):
-    """Whatever is asked for, flash-linear-attention serves it."""
+    """Pretend that flash-linear-attention serves every call."""
     monkeypatch.setattr(fla, "_chunk", stand_in)
     monkeypatch.setattr(dispatch, "unsupported", lambda *_: None)
 
 
 @pytest.fixture
 def resets():
-    """Three rows: the first inherits its state and loses it, the second keeps it, the third never has it."""
+    """Resets (3, 30): the first row inherits its state and loses it, the second keeps it, the third never has it."""
     found = torch.rand(3, 30, generator=torch.Generator().manual_seed(3)) < 0.15
     found[0, 0], found[0, 10] = False, True
     found[1] = False
@@ -94,9 +94,9 @@ def test_equals_the_definition(served, resets, decay, delta, erase, documents, s
     ("head", False, False, 1), ("token", True, False, 1), ("channel", False, False, 1), ("channel", True, True, 2),
 ])  # fmt: skip
 def test_torch_compile_takes_it_whole(served, resets, decay, delta, erase, steps):
-    torch._dynamo.reset()  # else it takes the shapes of another case for dynamic ones
+    torch._dynamo.reset()  # else it makes shapes dynamic that differ from another case's
     tensors = make(3, 30, 2, 4, 6, decay=decay, delta=delta, erase=erase, steps=steps)
-    # A decay per head is RetNet's: a constant.
+    # A decay per head is a constant, as in RetNet.
     leaves = [x.requires_grad_() for name, x in tensors.items() if (name, decay) != ("decay", "head")]
 
     def call(backend):
@@ -127,7 +127,7 @@ def test_documents_are_worked_out_once_for_all_layers(monkeypatch, resets):
 
 
 def test_documents_in_inference_mode(resets):
-    """Its tensors do not count their changes: what they hold is looked up at every call."""
+    """Inference tensors have no version counter, so their contents are read at every call."""
     with torch.inference_mode():
         own = resets.clone()
         first = fla._documents(own, own.device)
@@ -136,7 +136,7 @@ def test_documents_in_inference_mode(resets):
 
 
 def test_each_stream_has_its_own_copy_of_the_documents(monkeypatch, resets):
-    """Two streams have not waited for each other: what one has copied, the other must not read. The host asks once."""
+    """Two streams do not wait for each other: one must not read the other's copy. The host computes bounds once."""
     asked = []
     plain = fla._bounds
     monkeypatch.setattr(fla, "_bounds", lambda reset: asked.append(reset) or plain(reset))
@@ -151,7 +151,7 @@ def test_each_stream_has_its_own_copy_of_the_documents(monkeypatch, resets):
 
 @pytest.fixture
 def installed(monkeypatch):
-    """``installed(triton=..., fla=..., generation=...)`` pretends to be a machine with these."""
+    """``installed(triton=..., fla_core=..., generation=...)`` pretends to be a machine with these versions."""
 
     def pretend(triton="3.7.1", fla_core="0.6.0", generation=9, has_fla=True):
         versions = {"triton": triton, "fla-core": fla_core}
@@ -163,7 +163,7 @@ def installed(monkeypatch):
 
 
 class OnGPU:
-    """Part of a tensor that the choice looks at."""
+    """The attributes of a tensor that the dispatcher reads."""
 
     device, dtype, is_meta, requires_grad = torch.device("cuda"), torch.bfloat16, False, False
 
@@ -227,7 +227,7 @@ def test_what_falls_back_says_why_once(installed, recwarn):
 @pytest.mark.parametrize("documents", [False, True])
 @pytest.mark.parametrize("decay, delta, erase", CASES)
 def test_its_kernels_on_a_gpu(decay, delta, erase, documents):
-    """bf16 against float64: outputs and states within 1 %, gradients 2 %, of their norm."""
+    """bf16 against float64: outputs and states within 1 % of their norm, gradients within 2 %."""
     pytest.importorskip("fla", reason="pip install fla-core")
     made = make(2, 300, 2, 64, 64, decay=decay, delta=delta, erase=erase, strength=0.1)
     tensors = {n: x.cuda() for n, x in made.items()}

@@ -1,4 +1,4 @@
-"""The linear memory against other people's code that runs on a CPU, and against our own deep memory.
+"""The linear memory against other projects' code that runs on a CPU, and against our own deep memory.
 
 fla-core 0.6.0's naive functions and transformers 5.23's PyTorch paths, both with their fp32 replaced by float64.
 """
@@ -27,7 +27,7 @@ def grads(results, leaves: dict[str, Tensor]) -> list[Tensor]:
 
 
 def compare(theirs, tensors: dict[str, Tensor], tolerance=1e-12, backend="chunked"):
-    """theirs(inputs by name) -> (outputs, final state) against the linear memory, gradients included."""
+    """Compare theirs(inputs by name) -> (outputs, final state) with the linear memory, gradients included."""
     leaves = {name: x.requires_grad_() for name, x in tensors.items()}
     expected = list(theirs(**leaves))
     ours = list(linear_memory(**leaves, output_final_state=True, backend=backend))
@@ -42,7 +42,7 @@ def compare(theirs, tensors: dict[str, Tensor], tolerance=1e-12, backend="chunke
     ("kda", "naive_recurrent_kda", "channel", True),
 ])  # fmt: skip
 def test_fla(reference, module, function, decay, delta, strength):
-    """scale=1. Its names for decay and beta are g and beta."""
+    """With scale=1. flash-linear-attention's name for decay is g; beta is also beta there."""
     call = reference("fla", f"ops.{module}.naive", function)
     names = {"decay": "g"}
 
@@ -54,7 +54,7 @@ def test_fla(reference, module, function, decay, delta, strength):
 
 @pytest.mark.parametrize("strength", [0.5, 40.0])
 def test_fla_gated_delta_net_2(reference, strength):
-    """Its b gates the key that is erased, its w the values."""
+    """Its b gates the erased key, its w the values."""
     call = reference("fla", "ops.gdn2.naive", "naive_recurrent_gdn2")
     tensors = make(B, T, H, K, V, decay="channel", strength=strength)
     b = torch.rand(B, T, H, K, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -79,7 +79,7 @@ def test_fla_delta_product(reference, decay):
 
 @pytest.mark.parametrize("strength", [0.5, 5.0])
 def test_fla_rwkv_7(reference, strength):
-    """Heads first, q scaled by K^-1/2; its alpha reads S before it decays: two sub-steps, the first one erases."""
+    """Heads first, q scaled by K^-1/2. Its alpha reads S before the decay: two sub-steps, of which the first erases."""
     call = reference("fla", "ops.generalized_delta_rule.dplr.naive", "dplr_recurrence")
     tensors = make(B, T, H, K, V, decay="channel", strength=strength, steps=2, erase=True)
     del tensors["beta"]
@@ -102,7 +102,7 @@ def test_fla_rwkv_7(reference, strength):
 
 @pytest.mark.parametrize("strength", [0.5, 40.0])
 def test_fla_gla_and_hgrn2(reference, strength):
-    """It always scales q by K^-1/2. HGRN2 is the same recurrence with k = 1 - exp(g)."""
+    """GLA's function always scales q by K^-1/2. HGRN2 is the same recurrence with k = 1 - exp(g)."""
     call = reference("fla", "ops.gla.naive", "naive_recurrent_gla")
 
     def theirs(q, k, v, decay, initial_state):
@@ -137,7 +137,7 @@ def test_fla_retention(reference):
 
 @pytest.mark.parametrize("function", ["torch_recurrent_gated_delta_rule", "torch_chunk_gated_delta_rule"])
 def test_transformers_gated_delta_net(reference, function):
-    """Qwen3-Next's, use_qk_l2norm_in_kernel=False, q scaled by K^-1/2."""
+    """Qwen3-Next's functions with use_qk_l2norm_in_kernel=False; q scaled by K^-1/2."""
     call = reference("transformers", "models.qwen3_next.modeling_qwen3_next", function)
 
     def theirs(q, k, v, decay, beta, initial_state):
@@ -147,8 +147,8 @@ def test_transformers_gated_delta_net(reference, function):
 
 
 def test_transformers_mamba2(reference):
-    """mamba2_chunk_scan, chunk_size=16, one group, no D: k = B, q = C, v = dt x, decay = dt A; its state is ours
-    transposed."""
+    """mamba2_chunk_scan with chunk_size=16, one group, no D: k = B, q = C, v = dt x, decay = dt A. Its state is the
+    transpose of ours."""
     call = reference("transformers", "models.mamba2.modeling_mamba2", "mamba2_chunk_scan")
     draw = torch.Generator().manual_seed(0)
     x, dt = torch.randn(B, T, H, V, generator=draw).double(), torch.rand(B, T, H, generator=draw).double()
@@ -166,8 +166,8 @@ def test_transformers_mamba2(reference):
 
 @pytest.mark.parametrize("gated", [False, True])
 def test_the_deep_memory_of_one_layer_is_gated_delta_net(gated):
-    """C = 1, L_M = 1, no norm, residual or momentum. Its loss has no 1/2 and its decay comes after the error:
-    theta = a beta / 2, v / a, alpha = 1 - a."""
+    """C = 1, L_M = 1, no norm, residual or momentum. The deep memory's loss has no 1/2, and its decay comes after the
+    error: theta = a beta / 2, v / a, alpha = 1 - a."""
     tensors = make(B, T, H, K, K, decay="token" if gated else "none", strength=0.5)
     q, k, v, beta, state = (tensors[n] for n in ("q", "k", "v", "beta", "initial_state"))
     a = tensors["decay"].exp() if gated else torch.ones_like(beta)
@@ -183,8 +183,8 @@ def test_the_deep_memory_of_one_layer_is_gated_delta_net(gated):
 
 
 def test_longhorn_in_matrix_form():
-    """arXiv 2407.14207, Eq. 6-9: S_t minimises |S - S_{t-1}|^2 + beta |S^T k - v|^2, which is the delta rule with
-    beta / (1 + beta k'k): here against the minimum itself."""
+    """arXiv 2407.14207, Eq. 6-9: S_t minimises |S - S_{t-1}|^2 + beta |S^T k - v|^2. This is the delta rule with
+    beta / (1 + beta k'k); here it is compared with the minimum itself."""
     tensors = make(1, 5, 1, K, V, decay="none")
     q, v, beta = (tensors[n] for n in ("q", "v", "beta"))
     k, S = 3 * tensors["k"], tensors["initial_state"][0, 0]

@@ -1,4 +1,4 @@
-"""Random calls of the memory in float64, and how two implementations are compared on them."""
+"""Random calls of the memory in float64, and the comparison of two implementations on them."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ from torch import Tensor
 from titans_pt.kernels.memory import MemoryState, NetworkShape, native, neural_memory
 
 DUAL = ["chunked", *([] if native.unserved(torch.zeros(1), NetworkShape(4, 4)) else ["native"])]
-"""Implementations of the dual form that there are on this machine."""
+"""Implementations of the dual form available on this machine."""
 TOLERANCE = 1e-9
 
 
@@ -37,7 +37,7 @@ def make(B, T, H, D, hidden, depth, *, per_layer=False, extremes=False, norm=Tru
 
 
 def run(backend, tensors, depth, *, initial=None, **options):
-    """Outputs and final state flat, and the gradients of a random weighting of all of them."""
+    """Flat outputs and final state, gradients of a random weighting of all of them, and the final offset."""
     leaves = [t.clone().requires_grad_() for t in tensors]
     weights = tuple(leaves[6 : 6 + depth])
     norm = tuple(leaves[6 + depth :]) or None
@@ -60,7 +60,7 @@ def assert_same(a, b):
 
 
 def assert_cuts_are_invisible(tensors, depth, cuts, resets, **options):
-    """40 tokens cut at ``cuts`` give what one call gives: outputs and final state."""
+    """Assert that 40 tokens cut at ``cuts`` give the outputs and final state of one call."""
     weights, norm = tuple(tensors[6 : 6 + depth]), tuple(tensors[6 + depth :])
     reset = torch.rand(2, 40, generator=torch.Generator().manual_seed(1)) < 0.1 if resets else None
     options |= {"norm": norm, "output_final_state": True}
@@ -90,7 +90,7 @@ def compare(tensors, depth, backends=DUAL, **options):
 
 @dataclass
 class Call:
-    """Random inputs as of ``make``, and options for ``run``."""
+    """Random inputs from ``make``, and options for ``run``."""
 
     tensors: list[Tensor]
     depth: int
@@ -101,8 +101,10 @@ class Call:
 
 @st.composite
 def calls(draw, lengths=(1, 2, 15, 17, 33), chunks=(1, 5, 8, 16, 100), starts=0.15, with_norm=lambda _depth, _T: False):
-    """Any network, forgetting and gates; documents that start at a share ``starts`` of tokens, or none; from a state
-    inside a chunk, or from nothing. with_norm: whether a memory of this depth over so many tokens needs its LayerNorm.
+    """Draw any network, forgetting and gates; documents that start at a share ``starts`` of tokens, or none; a state
+    inside a chunk, or none.
+
+    with_norm(depth, T): whether a memory of this depth over T tokens needs its LayerNorm.
     """
     B, H, T, C = (
         draw(st.integers(1, 3)),

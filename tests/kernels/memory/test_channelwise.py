@@ -1,4 +1,4 @@
-"""Forgetting channel by channel, chunkwise, against the definition: outputs, final state, all gradients, in float64."""
+"""Chunkwise forgetting per channel against the definition: outputs, final state, all gradients, in float64."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from titans_pt.kernels.memory import NetworkShape, neural_memory
 
 
 def channelwise(tensors, depth, *, extremes=False, seed=0):
-    """Tensors of ``make``, with an alpha for each channel; with ``extremes`` a third of them are exactly 0 or 1."""
+    """Tensors from ``make`` with one alpha per channel; with ``extremes`` a third of them are exactly 0 or 1."""
     gen = torch.Generator().manual_seed(seed + 7)
     shape = (*tensors[0].shape[:3], sum(w.shape[1] for w in tensors[6 : 6 + depth]))
     alpha = torch.rand(shape, generator=gen, dtype=torch.float64)
@@ -30,7 +30,7 @@ def test_equals_the_definition(call: Call):
 @pytest.mark.parametrize("backend", ["naive", "chunked"])
 @pytest.mark.parametrize("per_layer", [False, True])
 def test_equal_channels_are_one_alpha(backend, per_layer):
-    """The oracle, too, against what it was before channels had an alpha each."""
+    """Equal alphas of all channels give the same outputs as one alpha, in the oracle and in the chunked form."""
     depth, network = 3, NetworkShape(4, 6, 3)
     tensors = make(2, 21, 2, 4, 6, depth, per_layer=per_layer)
     (out, _, _) = run(backend, tensors, depth, chunk_size=8)
@@ -42,7 +42,7 @@ def test_equal_channels_are_one_alpha(backend, per_layer):
 
 @pytest.mark.parametrize("backend", ["naive", "chunked"])
 def test_a_channel_forgets_its_own_row(backend):
-    """Without writes, alpha = 1 on one channel of the second matrix clears that row of that matrix, and no other."""
+    """Without writes, alpha = 1 on one channel of the second matrix clears only that channel's row of that matrix."""
     q, k, v, theta, eta, alpha, *rest = channelwise(make(1, 3, 2, 4, 6, 2), 2)
     weights, norm = tuple(rest[:2]), tuple(rest[2:])
     alpha = torch.zeros_like(alpha)

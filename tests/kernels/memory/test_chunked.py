@@ -32,7 +32,7 @@ def test_ragged_lengths(T, C):
 @pytest.mark.parametrize(("C", "T"), [(1, 70), (5, 130), (8, 150), (16, 150)])
 def test_short_chunks_cut_by_documents(C, T, forget_to):
     tensors = make(2, T, 1, 8, 12, 2, per_layer=True, seed=C)
-    tensors[5] = 0.05 * tensors[5]  # a memory that forgets all is ill-conditioned
+    tensors[5] = 0.05 * tensors[5]  # a memory that forgets everything is ill-conditioned
     reset = torch.zeros(2, T, dtype=torch.bool)
     reset[0, [3, 64]] = reset[1, 20] = True
     start = [[0.3 * torch.ones_like(w).expand(2, *w.shape) for w in tensors[6:8]] for _ in range(3)]
@@ -74,7 +74,7 @@ def test_cuts_are_invisible(cuts, C, depth, resets, forget_to, backend):
 
 @pytest.mark.parametrize("backend", ["naive", *DUAL])
 def test_where_forgetting_leads(backend):
-    """Without writes alpha = 1 leaves M_0 at once, alpha = 1/2 halves the distance to it with each token."""
+    """Without writes, alpha = 1 reaches the start or zero at once; alpha = 1/2 halves the distance with each token."""
     tensors = make(1, 3, 2, 4, 6, 2)
     (q, k, v, theta, eta, _), weights, norm = tensors[:6], tuple(tensors[6:8]), tuple(tensors[8:])
     other = tuple(w[None] + 1 for w in weights)

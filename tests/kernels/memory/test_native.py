@@ -1,4 +1,4 @@
-"""The dual form in C: what the exactness tests of test_chunked.py do not see."""
+"""The dual form in C: properties that the exactness tests of test_chunked.py do not cover."""
 
 import os
 import subprocess
@@ -40,7 +40,7 @@ def run(tensors, depth, backend, **options):
 @pytest.mark.parametrize("activation", ["gelu", "silu", "relu"])
 @pytest.mark.parametrize("shape", [(2, 70, 3, 48, 96, 2, 32), (1, 65, 2, 20, 40, 3, 16), (2, 33, 1, 33, 7, 1, 64)])
 def test_in_fp32_it_is_as_near_to_float64_as_pytorch_is(shape, activation):
-    """Odd widths and lengths, every size of tile; relative errors of outputs, state and gradients."""
+    """Compare relative errors of outputs, state and gradients, for odd widths and lengths and every tile size."""
     *sizes, chunk = shape
     depth = sizes[-1]
     options = dict(chunk_size=chunk, forget_to="start", network=NetworkShape(*sizes[3:], activation=activation))
@@ -95,7 +95,7 @@ def call(tmp_path, **environment):
 
 @pytest.mark.thorough
 def test_without_a_compiler_pytorch_serves(tmp_path):
-    """Switched off: silently. A compiler that fails: one warning that says so. The results agree."""
+    """Disabling C is silent, a compiler that fails gives one warning, and the results agree."""
     (*_, ours), warned = call(tmp_path)
     assert "UserWarning" not in warned and len(list((tmp_path / "titans-pt" / "native").glob("*.so"))) == 1
     (reason, off), warned = call(tmp_path, TITANS_NATIVE="0")
@@ -108,7 +108,7 @@ def test_without_a_compiler_pytorch_serves(tmp_path):
 @pytest.mark.parametrize("forget_to", ["start", "zero"])
 @pytest.mark.parametrize("per_layer", [False, True])
 def test_token_by_token_as_in_one_call(forget_to, per_layer):
-    """Generation's way, against the whole sequence at once; rows at other places of their chunks."""
+    """Token by token, as in generation, agrees with one call; rows are at different offsets in their chunks."""
     *tensors, gain, shift = inputs(2, 11, 3, 8, 12, 2, dtype=torch.float64)
     sequence, weights = tensors[:6], tuple(tensors[6:])
     if per_layer:
@@ -132,7 +132,7 @@ def test_token_by_token_as_in_one_call(forget_to, per_layer):
 
 @pytest.mark.parametrize("shape", [(2, 3, 8, 12, 2), (1, 2, 33, 40, 3), (3, 1, 7, 7, 1)])
 def test_reading_alone(shape):
-    """Queries of a token of each row, at their rows' weights."""
+    """Read one query per row and head with the row's weights."""
     B, H, D, hidden, depth = shape
     q, *_, gain, shift = inputs(B, 1, H, D, hidden, depth, dtype=torch.float64)
     gen = torch.Generator().manual_seed(1)

@@ -1,4 +1,4 @@
-"""The network's shape as a value: what it says of its matrices, and calls that contradict it."""
+"""The network's shape as a value: the shapes of its matrices, and calls that contradict it."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Against other people's code, where it is installed (the extra ``dev``) and runs on a CPU."""
+"""The memory against other projects' code, if it is installed (the extra ``dev``) and runs on a CPU."""
 
 import importlib
 
@@ -12,11 +12,11 @@ D, HEADS, CHUNK, CHUNKS = 8, 2, 4, 5
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_titans_pytorch_end_state(depth):
-    """Its recurrence is chunk-gated: one step a chunk, with alpha pooled over the chunk and the loss a MEAN over D.
+    """titans_pytorch's recurrence takes one step per chunk: alpha is pooled over the chunk, the loss a MEAN over D.
 
-    Settings that make it ours: batch_size = chunk_size (weights of each chunk's start), no residual norm, no momentum;
-    here then theta / D, eta = 0, and a chunk's forgetting on its first token. With momentum the two differ by
-    definition: there S is added once a chunk, here once a token.
+    These settings make it equal to ours: batch_size = chunk_size (weights of each chunk's start), no residual norm, no
+    momentum. We then use theta / D, eta = 0, and a chunk's forgetting on its first token. With momentum the two differ
+    by definition: theirs adds S once a chunk, ours once a token.
     """
     titans_pytorch = pytest.importorskip("titans_pytorch", reason="pip install titans-pytorch==0.5.5")
     torch.manual_seed(depth)
@@ -44,7 +44,7 @@ def test_titans_pytorch_end_state(depth):
 
 
 def reference(module: str, function: str):
-    """A plain PyTorch function of flash-linear-attention. Its modules import triton; these functions do not use it."""
+    """Return a plain PyTorch function of flash-linear-attention. The module imports triton; the function needs none."""
     pytest.importorskip("triton", reason="pip install triton, which flash-linear-attention imports")
     pytest.importorskip("fla", reason="pip install fla-core==0.6.0")
     return getattr(importlib.import_module(f"fla.ops.{module}.naive"), function)
@@ -54,8 +54,8 @@ def reference(module: str, function: str):
 def linear():
     """q, k, v (B, T, H, D), beta and log decay (B, T, H), and neural_memory as a matrix that starts at zero.
 
-    All of flash-linear-attention's functions compute in fp32, and scale queries by 1 / sqrt(D) unless told. Theta is
-    beta / 2: their loss is 1/2 ||S k - v||^2.
+    All of flash-linear-attention's functions compute in fp32, and scale queries by 1 / sqrt(D) by default. Theta is
+    beta / 2, because their loss is 1/2 ||S k - v||^2.
     """
     gen = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, 37, HEADS, D, generator=gen) for _ in range(3))
@@ -85,7 +85,7 @@ def test_fla_delta_net(linear):
 
 
 def test_fla_gated_delta_net(linear):
-    """It decays before the delta step: theta = a beta / 2, v / a, 1 - alpha = a."""
+    """Gated DeltaNet decays before the delta step: theta = a beta / 2, v / a, 1 - alpha = a."""
     q, k, v, beta, g, ours = linear
     theirs = reference("gated_delta_rule", "naive_recurrent_gated_delta_rule")(
         q, k, v, beta=beta, g=g, scale=1.0, output_final_state=True
@@ -95,7 +95,7 @@ def test_fla_gated_delta_net(linear):
 
 
 def test_fla_linear_attention(linear):
-    """One chunk over the whole sequence: all gradients at M_0 = 0, so the error is -v and the write v k^T."""
+    """One chunk spans the sequence: all gradients are taken at M_0 = 0, so the error is -v and the write v k^T."""
     q, k, v, beta, _, ours = linear
     theirs = reference("linear_attn", "naive_recurrent_linear_attn")(q, k, v, scale=1.0, output_final_state=True)
     half = torch.full_like(beta, 0.5)

@@ -27,7 +27,7 @@ def linear_memory(q, k, v, theta, eta, alpha, chunk_size=1, backend="chunked"):
 
 
 def recurrence(step, q, k, v, *gates):
-    """Runs ``step(S, k, v, *gates) -> S`` along time for S (B, H, d_k, d_v); reads q after each write."""
+    """Run ``step(S, k, v, *gates) -> S`` along time for S (B, H, d_k, d_v); read with q after each write."""
     state = q.new_zeros(B, H, D, D)
     outputs = []
     for t in range(q.shape[1]):
@@ -58,7 +58,7 @@ def test_delta_net(inputs, backend):
 
 @pytest.mark.parametrize("backend", ["naive", "chunked"])
 def test_gated_delta_net(inputs, backend):
-    """It decays BEFORE the delta step: S = a S + b k (v - a S k). So theta = a b / 2 and the value is v / a."""
+    """Gated DeltaNet decays BEFORE the delta step: S = a S + b k (v - a S k), so theta = a b / 2, the value v / a."""
     q, k, v, beta, decay = inputs
     decay = 0.2 + 0.8 * decay
     want = recurrence(lambda S, k, v, b, a: a * S + b * outer(k, v - predicted(a * S, k)), q, k, v, beta, decay)
@@ -83,7 +83,7 @@ def test_longhorn(inputs, backend):
 
 
 def test_linear_attention(inputs):
-    """One chunk over everything, M_0 = 0: all gradients are taken at zero, so they are -2 k v^T."""
+    """One chunk spans the sequence and M_0 = 0: all gradients are taken at zero, so they are -2 k v^T."""
     q, k, v, beta, _ = inputs
     want = recurrence(lambda S, k, v, b: S + outer(k, v), q, k, v, beta)
     half, none = torch.full_like(beta, 0.5), torch.zeros_like(beta)

@@ -1,4 +1,4 @@
-"""A memory rule is one file: the one here does all that the built-in ones do, without a line changed elsewhere."""
+"""A memory rule is one file: the rules defined here do all that built-in rules do, without changes elsewhere."""
 
 from pathlib import Path
 from typing import Annotated
@@ -33,7 +33,7 @@ T = 23
 class PseudoHuber(Rule):
     """2 d^2 (sqrt(1 + ||e||^2 / d^2) - 1): ||e||^2 for small errors, 2 d ||e|| for large ones; d is read off the token.
 
-    A loss and a gate: all the rest is inherited.
+    The class adds a loss and a gate; all the rest is inherited.
     """
 
     name = "pseudo_huber"
@@ -51,9 +51,9 @@ class PseudoHuber(Rule):
 
 @RULES.register
 class Aligned(Rule):
-    """-2 <M(k), v>: a loss of more than the error, without curvature; and a step of the size of its momentum's change.
+    """-2 <M(k), v>: a loss without curvature that needs more than the error, and a step equal to the momentum's change.
 
-    M_t = (1 - alpha_t) M_{t-1} + S_t - eta_t S_{t-1}: an update of its own, in both of its forms.
+    M_t = (1 - alpha_t) M_{t-1} + S_t - eta_t S_{t-1}: an update of its own, as a step and as coefficients.
     """
 
     name = "aligned"
@@ -78,7 +78,7 @@ class Aligned(Rule):
 
 
 class Tenth(Titans):
-    """A loss of its own over a rule that has formulas for another."""
+    """A rule that overrides the loss but inherits the formulas for its parent's loss."""
 
     name = "tenth"
 
@@ -101,7 +101,7 @@ class SmallYaad(Yaad):
 
 
 def given(rule, depth, seed=0, T=T, D=8, per_layer=False):
-    """Inputs, and the rule's own gates: about as large as the errors, where a loss bends most."""
+    """Inputs and the rule's own gates, which are about as large as the errors: there a loss has most curvature."""
     gen = torch.Generator().manual_seed(seed)
     tensors = make(2, T, 2, D, 6, depth, seed=seed, per_layer=per_layer)
     tensors[4], tensors[5] = (0.05 + 0.9 * gate for gate in tensors[4:6])
@@ -112,7 +112,7 @@ def given(rule, depth, seed=0, T=T, D=8, per_layer=False):
 
 
 def run(rule, tensors, own, depth, backend, initial=None, **options):
-    """Outputs and final state flat, and the gradients of a random weighting of all of them."""
+    """Flat outputs and final state, and the gradients of a random weighting of all of them."""
     leaves = [t.clone().requires_grad_() for t in (*tensors, *own)]
     count = len(tensors)
     out, state = neural_memory(
@@ -136,7 +136,7 @@ def test_a_loss_of_its_own_is_not_given_the_formulas_of_its_parent(rule, backend
 @pytest.mark.parametrize("rule", [TITANS, PseudoHuber(), Omega()], ids=lambda rule: rule.name)
 @pytest.mark.parametrize("backend", ["auto", "chunked", "naive"])
 def test_inference_mode_changes_nothing(rule, backend):
-    """Tensors that it made cannot be part of a graph, and gradients by autograd need one."""
+    """Inference tensors cannot be part of a graph, but gradients by autograd need one."""
     tensors, own = given(rule, 2)
 
     def outputs():
@@ -208,7 +208,7 @@ def test_cuts_are_invisible():
 
 
 def test_it_is_observed():
-    """||grad|| of its own loss: at depth 1 without a norm, from M = 0, the gradient is k g^T."""
+    """The trace shows ||grad|| of the rule's own loss: at depth 1 without a norm, from M = 0, the gradient is k g^T."""
     rule, gen = PseudoHuber(), torch.Generator().manual_seed(0)
     k, v = (torch.randn(1, 1, 1, 4, generator=gen, dtype=torch.float64) for _ in range(2))
     gate, d = torch.full((1, 1, 1), 0.1, dtype=torch.float64), torch.full((1, 1, 1), 0.7, dtype=torch.float64)
@@ -309,7 +309,7 @@ def test_it_trains_under_tensor_parallelism_and_zero(tiny, tmp_path):
 
 
 class Squares(Titans):
-    """Features as wide as keys, so that nothing but their values tells them from none."""
+    """Features as wide as keys, so that only their values show that they are used."""
 
     name = "squares"
 
@@ -330,7 +330,7 @@ class Windowed(Titans):
 
 
 def test_features_of_a_derived_rule_are_used():
-    """C knows none: it would write and read plain keys without a word."""
+    """C does not implement features: it would silently write and read plain keys."""
     tensors, own = given(Squares(), 2)
     found, defined = (run(Squares(), tensors, own, 2, backend, chunk_size=4) for backend in ("auto", "naive"))
     for mine, theirs in zip(found, defined, strict=True):

@@ -1,4 +1,4 @@
-"""The memory that is read as it was at its chunk's start, against the definition: outputs, final state, gradients."""
+"""Reads of the memory as of its chunk's start, against the definition: outputs, final state, gradients."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ NATIVE = native.unserved(torch.zeros(1), NetworkShape(4, 4)) is None
 
 
 def diverges(depth: int, length: int) -> bool:
-    """Without a LayerNorm such memories diverge, by definition."""
+    """Whether a memory without a LayerNorm diverges, by definition."""
     return depth > 1 or length > 33
 
 

@@ -1,4 +1,4 @@
-"""The instrument against the definition: gradient norms by autograd, state norms of naive_memory, in float64."""
+"""memory_trace against the definition: gradient norms by autograd, state norms of naive_memory, in float64."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ def norm_of(matrices):
 
 
 def gradient_norm(k, v, start, norm, network):
-    """k, v (B, H, D), weights (B, H, d_in, d_out) -> (B, H), by autograd."""
+    """Norm (B, H) of the gradient by autograd, for k, v (B, H, D) and weights (B, H, d_in, d_out)."""
     leaves = [w.clone().requires_grad_() for w in start]
     affine = norm and tuple(p.unsqueeze(-2) for p in norm)
     y = mlp.forward(k.unsqueeze(-2), leaves, affine, network).squeeze(-2)

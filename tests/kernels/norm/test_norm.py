@@ -1,4 +1,4 @@
-"""RMSNorm: in C as in PyTorch, forward and every gradient."""
+"""RMSNorm: C agrees with PyTorch, forward and every gradient."""
 
 import pytest
 import torch

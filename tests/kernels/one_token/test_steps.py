@@ -1,4 +1,4 @@
-"""The steps of a token against PyTorch's operators, in float64; odd sizes, several rows."""
+"""The single-token steps against PyTorch's operators, in float64, for odd sizes and several rows."""
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ def test_a_product(rows, inputs, outputs, dtype):
 @pytest.mark.parametrize("activation", ["identity", "silu", "sigmoid"])
 @pytest.mark.parametrize("unit", [0, 5])
 def test_what_follows_a_product(activation, unit):
-    """Tokens one after the other, each with what was kept of those before."""
+    """Each token continues from the past that earlier tokens left."""
     rows, length, inputs, outputs, width = 2, 6, 9, 15, 4
     x, weight, taps = random(rows, length, inputs), random(outputs, inputs), random(outputs, width)
     factor, term, place = random(rows, outputs), random(rows, outputs, seed=1), torch.empty(rows, inputs).double()
@@ -44,7 +44,7 @@ def test_what_follows_a_product(activation, unit):
     if unit:
         y = F.normalize(y.unflatten(-1, (-1, unit)), dim=-1, eps=1e-6).flatten(-2)
     y = y * factor[:, None] + term[:, None]
-    past = past.transpose(0, 1).contiguous().transpose(0, 1)  # as slices of a longer sequence lie
+    past = past.transpose(0, 1).contiguous().transpose(0, 1)  # strided like a slice of a longer sequence
     for t in range(length):
         place.copy_(x[:, t])
         past = step.follow(0, past)
@@ -53,7 +53,7 @@ def test_what_follows_a_product(activation, unit):
 
 
 def test_maps_in_turn():
-    """A later one is given what an earlier one made."""
+    """A later map takes the outputs of an earlier one."""
     x, a, b, c = random(2, 6), random(10, 6), random(10, 6, seed=1), random(6, 10)
     step = Maps(2, Map(x, a, activation="silu"), Map(x, b, factor=0), Map(1, c, term=x))
     step()
@@ -100,7 +100,7 @@ def test_sums():
     ids=str,
 )  # fmt: skip
 def test_gates(options):
-    """As the layer's, cut ones and large ones among them."""
+    """Gates equal the layer's, including clipped and large ones."""
     torch.manual_seed(0)
     config = MemoryConfig(**options)
     gates = MemoryGates(6, 2, config, channels=1).double()

@@ -14,7 +14,7 @@ TOLERANCE = 1e-9
 
 
 def make(B, T, H, D, C, *, hidden=None, seed=0) -> tuple[list[torch.Tensor], int]:
-    """q, k, v, rate, tau, weights and biases layer by layer, norm; and the number of layers."""
+    """A list of q, k, v, rate, tau, weights and biases layer by layer, norm; and the number of layers."""
     draw = torch.Generator().manual_seed(seed)
 
     def rand(*shape):
@@ -37,7 +37,7 @@ def call(leaves, layers, **options):
 
 
 def initial(B, H, tensors, layers, C, seed):
-    """A state inside a mini-batch; its sums are zero in rows that are at a mini-batch's start."""
+    """A state inside a mini-batch; rows at a mini-batch's start have zero sums."""
     draw = torch.Generator().manual_seed(seed)
     shapes = [(B, *p.shape) for p in tensors[5 : 5 + 2 * layers]]
     start, sums = ([0.5 * torch.randn(s, generator=draw, dtype=torch.float64) for s in shapes] for _ in range(2))
@@ -106,7 +106,7 @@ def test_cuts_are_invisible(cuts, hidden, resets, backend):
 
 
 def test_a_mini_batch_is_one_step_of_gradient_descent():
-    """With tau = 1 at its end and one rate, the weights after 16 tokens are those of plain autograd on their sum."""
+    """With tau = 1 and one rate, the weights after 16 tokens are those of plain autograd on the tokens' summed loss."""
     tensors, _ = make(1, 16, 1, 4, 16)
     q, k, v, rate, tau, weight, bias, gain, shift = tensors
     rate, tau = torch.full_like(rate, 0.1), torch.ones_like(tau)
@@ -121,9 +121,11 @@ def test_a_mini_batch_is_one_step_of_gradient_descent():
 
 @pytest.mark.filterwarnings("ignore")
 def test_fla_ttt_linear(reference, monkeypatch):
-    """chunk_ttt_linear_ref: scale=1, weights from 0, whole mini-batches, eta = tau_i times one rate for all tokens
-    (with others it is another model: it takes the reading token's). It returns z + LN(z) where the paper has q + LN(z):
-    LN(z), with no weight, bias and eps, is the LN of that too."""
+    """chunk_ttt_linear_ref with scale=1, weights from 0, whole mini-batches, eta = tau_i times one rate for all tokens.
+
+    With different rates it is another model, because it takes the reading token's rate. It returns z + LN(z) where the
+    paper has q + LN(z). Without weight, bias and eps, LN(z) is also the LN of z + LN(z).
+    """
     ours_is = reference("fla", "ops.ttt.naive", "chunk_ttt_linear_ref")
     for module in (dual_module, state_module):
         monkeypatch.setattr(module, "EPS", 1e-30)
@@ -154,7 +156,7 @@ def test_half_precision_computes_in_fp32():
 
 @pytest.mark.parametrize("save_every, sets", [(None, 8), (1, 64), (60, 2)])
 def test_parameter_sets_kept_for_the_backward_pass(save_every, sets, monkeypatch):
-    """By default the square root of the number of mini-batches, which is 64 here."""
+    """The default is the square root of the number of mini-batches (64 here)."""
     kept, checkpoint = [], dual_module.checkpoint
 
     def record(*given, **options):
@@ -198,7 +200,7 @@ def test_says_what_does_not_fit(change, message):
 
 
 def test_the_states_that_are_kept_are_seen_by_those_who_count():
-    """Plans measure a model by torch's hooks on what its backward pass keeps: states between groups are among it."""
+    """Plans measure a model by torch's hooks on saved tensors, which must include the states between groups."""
     tensors, layers = make(2, 16, 1, 8, 2, hidden=32)
     leaves = [x.requires_grad_() for x in tensors]
     seen: dict[int, int] = {}
@@ -211,7 +213,7 @@ def test_the_states_that_are_kept_are_seen_by_those_who_count():
         out, _ = call(leaves, layers, backend="dual", save_every=2)
     out.sum().backward()
     one_row = sum(p.numel() for p in tensors[5 : 5 + 2 * layers])
-    states = 3 * 2 * 2 * one_row  # three kept states of start and sums, two rows
+    states = 3 * 2 * 2 * one_row  # three saved states of start and sums, two rows
     assert sum(seen.values()) > states
 
 

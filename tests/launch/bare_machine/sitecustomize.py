@@ -1,4 +1,4 @@
-"""Imitates a rented GPU machine: PyTorch, what it brings, and BARE_MACHINE_HAS can be imported, no more.
+"""Imitate a rented GPU machine: only PyTorch, its dependencies and BARE_MACHINE_HAS can be imported.
 
 Python imports a module of this name when it starts, if its folder is in PYTHONPATH.
 """
@@ -18,7 +18,7 @@ THERE = {*ALWAYS.split(), *os.environ.get("BARE_MACHINE_HAS", "").split()}
 
 
 class Bare(PathFinder):
-    """Finds what the path finder does, except packages of site-packages that a bare machine lacks."""
+    """A path finder that hides the packages of site-packages that a bare machine lacks."""
 
     @classmethod
     def find_spec(cls, name, path=None, target=None):

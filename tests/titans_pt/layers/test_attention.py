@@ -1,4 +1,4 @@
-"""Attention's settings against their definition, token by token, in float64; streams in any cuts; what is counted."""
+"""Attention's settings against their definition, token by token, in float64; streams with any cuts; FLOPs and sizes."""
 
 import math
 
@@ -42,7 +42,7 @@ def inputs(rows=2, length=T):
 
 
 def frequencies(width, scaling):
-    """Angle per token of each pair, as transformers' modeling_rope_utils has them."""
+    """Angle per token of each pair, as in transformers' modeling_rope_utils."""
     plain = [100.0 ** (-2 * i / width) for i in range(width // 2)]
     if scaling is None:
         return plain
@@ -62,7 +62,7 @@ def frequencies(width, scaling):
 
 
 def by_definition(attention, x, starts=None):
-    """One query and one head at a time; starts (B, T) bool."""
+    """Compute attention for one query and one head at a time; starts (B, T) bool."""
     width, group = attention.head_width, attention.n_heads // attention.kv_heads
     angles = torch.tensor(frequencies(width, attention.rope_scaling), dtype=torch.float64)
 
@@ -99,7 +99,7 @@ def test_the_definition(kind, window):
 
 @torch.no_grad()
 def test_sinks_of_documents():
-    """Each document has its own, wherever it begins in the row."""
+    """Each document has its own sinks, wherever it begins in the row."""
     attention, x = layer(3, sinks=2), inputs()
     starts = torch.zeros(2, T, dtype=torch.bool)
     starts[0, [4, 5, 14]] = starts[1, 9] = True
@@ -131,7 +131,7 @@ def test_any_cuts_are_one_pass(kind, window, cuts, cut_rows, seed):
 
 
 def test_what_is_counted():
-    """Products, parameters and the cache are those of the heads that there are."""
+    """FLOPs and the cache's size follow the actual number of heads."""
     plain, shared = layer(), layer(kv_heads=1)
     for attention, keys in ((plain, 4), (shared, 1)):
         expected = product(32, 32) + 2 * product(32, 8 * keys) + attention_flops(32, 5.5)

@@ -1,4 +1,4 @@
-"""Memory Caching against an oracle of one token after the other, in float64."""
+"""Memory Caching against an oracle that reads token by token, in float64."""
 
 import pytest
 import torch
@@ -24,12 +24,12 @@ def make(segment=8, slots=3, chunk_size=4, rule="titans", memory=None, **caching
         for parameter in layer.parameters():
             parameter.add_(0.2 * torch.randn_like(parameter))
         if layer.caching.u is not None:
-            layer.caching.u.weight.mul_(4)  # shares that differ
+            layer.caching.u.weight.mul_(4)  # makes the shares differ
     return layer
 
 
 def kept(numbers, now, config):
-    """The segments of which there is a cache once segment ``now`` has ended."""
+    """Numbers of the cached segments once segment ``now`` has ended."""
     numbers = [*numbers, now]
     if len(numbers) <= config.slots:
         return numbers
@@ -42,14 +42,14 @@ def kept(numbers, now, config):
 
 
 def oracle(layer, x):
-    """One document from its start, token after token: the memory by autograd (naive), shares by loops."""
+    """Read one document from its start, token by token: the memory by autograd (naive), shares by loops."""
     config, rule = layer.config.caching, layer.gates.rule
     q, k, v = (projection(x)[0] for projection in (layer.q, layer.k, layer.v))
     weights, norm = layer.network()
     theta, eta, alpha, *own = layer.gates(x, v)
     rows, state = len(x), None
     u = None if layer.caching.u is None else layer.caching.u(x).unflatten(-1, (HEADS, -1))
-    ended, numbers, outputs = [], [], []  # of every segment: its last weights, its mean key
+    ended, numbers, outputs = [], [], []  # for every segment: last weights, mean key
     for t in range(x.shape[1]):
         here = slice(t, t + 1)
         if config.fresh and t % config.segment == 0:
@@ -128,9 +128,9 @@ CASES = FORMS + [memory | form for memory in MEMORIES[1:] for form in ({}, {"sou
 
 @pytest.mark.parametrize("options", CASES, ids=str)
 def test_outputs_and_gradients_are_those_of_the_definition(options):
-    """Gradients by autograd, of every parameter and the input, to 1e-9 of the largest value."""
+    """Gradients by autograd of every parameter and the input agree to 1e-9 of the largest value."""
     layer = make(**options)
-    length = LENGTH if options in FORMS else 21  # two ended segments and a part
+    length = LENGTH if options in FORMS else 21  # two full segments and a part
     found = []
     for run in (lambda x: layer(x)[0], lambda x: oracle(layer, x)):
         torch.manual_seed(1)
@@ -143,7 +143,7 @@ def test_outputs_and_gradients_are_those_of_the_definition(options):
 
 
 def test_learned_shares_have_a_gradient_where_nothing_is_cached_yet():
-    """A zero one: other ranks may have some."""
+    """The gradient is zero, not None: other ranks may have cached segments."""
     layer = make(segment=8)
     layer(torch.randn(2, 7, WIDTH, dtype=torch.float64))[0].sum().backward()
     assert layer.caching.u.weight.grad.abs().max() == 0
@@ -185,7 +185,7 @@ def test_a_stream_may_be_cut_anywhere(options):
 @torch.no_grad()
 @pytest.mark.parametrize("options", STREAMED, ids=str)
 def test_every_document_of_a_packed_sample_is_read_as_if_alone(options):
-    """Documents begin at other places in each row, inside segments and at their ends; the stream is cut, too."""
+    """Documents begin at different places in each row, inside segments and at their ends; the stream is also cut."""
     layer = make(**options)
     x, starts = random(3, LENGTH, WIDTH), {0: [0, 17, 40], 1: [0, 8, 9, 24], 2: [0]}
     reset = torch.zeros(3, LENGTH, dtype=torch.bool)
@@ -217,7 +217,7 @@ def test_nothing_leaks_from_the_future_or_from_other_rows(options):
         other = layer(changed)[0]
         assert torch.equal(other[:, :place], y[:, :place]) and torch.equal(other[1], y[1])
         differs, kept, lost = (other[0] != y[0]).any(-1), LENGTH, LENGTH
-        if layer.config.caching.fresh:  # what a dropped cache held is nowhere else; filters reach three tokens further
+        if layer.config.caching.fresh:  # a dropped cache's contents are lost; filters reach three tokens further
             kept, lost = (8 * (last // 8 + 1 + layer.config.caching.slots) for last in (place, place + 3))
         assert differs[place:kept].all() and not differs[lost:].any()
 
@@ -288,7 +288,7 @@ def test_without_an_ended_segment_it_is_the_memory_alone():
 @pytest.mark.parametrize("forget_to", ["zero", "start"])
 @pytest.mark.parametrize("caching", [{"fresh": True}, {"shares": "change"}, {}], ids=str)
 def test_a_stream_after_a_prefix_begins_again_where_the_whole_text_does(forget_to, caching):
-    """Segments and shares go back to the memory after the prefix, not to the learned M_0."""
+    """Segments and shares return to the memory after the prefix, not to the learned M_0."""
     layer = make(memory={"forget_to": forget_to}, **caching)
     _, start = layer.start_after(random(1, 9, WIDTH))
     x = random(2, LENGTH, WIDTH)

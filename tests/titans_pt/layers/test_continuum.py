@@ -1,4 +1,4 @@
-"""The continuum memory system: its definition, cuts, resets, ranks, and that any mixer may have it."""
+"""The continuum memory system: its definition, cuts, resets, ranks, and its use with any mixer."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ def level(rule: str, period: int) -> LevelMemory:
 
 
 def defined(level: LevelMemory, x: torch.Tensor, period: int, erases: bool) -> torch.Tensor:
-    """Token by token, one row and head after the other, each gradient by autograd."""
+    """Compute outputs token by token, one row and head after the other, each gradient by autograd."""
     theta, _, alpha, *_ = level.gates(x, level.value(x).unflatten(-1, (2, -1)))
     heads = []
     for h in range(2):
@@ -96,13 +96,13 @@ def test_any_mixer_streams_with_it(mixer, tmp_path):
             token.append(model(ids[:1, t : t + 1], token[-1][1]))
     torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(torch.cat([out for out, _ in token], 1), whole[:1, :8], rtol=1e-9, atol=1e-9)
-    if mixer != "mac":  # whose positions go on
+    if mixer != "mac":  # MAC's positions continue
         torch.testing.assert_close(alone[0], whole[1, 14:], rtol=1e-9, atol=1e-9)
     assert torch.equal(after[:, :12], whole[:, :12]) and not torch.equal(after[0, 12:], whole[0, 12:])
 
 
 def test_levels_move_at_their_own_pace():
-    """A level reads a token's lesson after its period: an update of the slow one changes nothing before that."""
+    """A level uses a token's update only after its period; until then a changed token affects no later output."""
     torch.manual_seed(0)
     x = torch.randn(1, 16, 16, dtype=torch.float64)
     changed = x.clone()
@@ -119,7 +119,7 @@ def test_its_products_are_counted():
         memory = level(rule, period)
         with FlopCounterMode(display=False) as counter, torch.no_grad():
             memory(torch.randn(1, 32, 16, dtype=torch.float64))
-        coefficients = 2 * period * (1 + period)  # the counter sees these, and no triangular systems
+        coefficients = 2 * period * (1 + period)  # counted, unlike triangular systems
         if rule == "dgd":
             coefficients = 2 * coefficients - period * sum(d_out for _, d_out in memory.shape.layers)
         assert counter.get_total_flops() / 32 == pytest.approx(memory.flops().forward + 2 * coefficients, rel=1e-12)
@@ -153,8 +153,8 @@ def test_what_does_not_go_together_is_refused(tiny, words, message):
 
 @pytest.mark.slow
 def test_it_trains_under_tensor_and_context_ranks(tiny, tmp_path):
-    """Two tensor ranks under ZeRO 2, with and without split time, and two context ranks give one process's losses; a
-    checkpoint is exported and comes back."""
+    """Two tensor ranks under ZeRO 2, with and without sequence parallelism, and two context ranks give one process's
+    losses; a checkpoint is exported and imported."""
     memory = {"rule": "dgd", "chunk_size": 4}
     config = tiny(model={"mixers": ["swa"], "window": 8, "mlp_periods": [4, 8], "memory": memory})
     tensor = ["parallel.tensor=2", "parallel.zero_stage=2"]

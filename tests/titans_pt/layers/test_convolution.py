@@ -12,7 +12,7 @@ T, CHANNELS = 11, 3
 
 
 def by_hand(x, weight, reset):
-    """y_t = sum_l w_l x_{t-l} as far back as t's document goes; conv1d has its last tap at the newest token."""
+    """y_t = sum_l w_l x_{t-l}, back to the start of t's document; conv1d has its last tap at the newest token."""
     y = torch.zeros_like(x)
     for row in range(len(x)):
         start = 0
@@ -61,7 +61,7 @@ def test_width_one_is_nothing(case):
 
 @pytest.mark.parametrize("mixer", ["lmm", "gated_deltanet", "mamba2", "longhorn"])
 def test_the_filters_of_values_begin_as_asked(mixer):
-    """The setting holds for every mixer alike, and all other weights stay as they are."""
+    """The setting holds for every mixer, and all other weights are unchanged."""
     words = ["model.d_model=32", "model.n_layers=1", "model.vocab_size=32", f"model.mixers=[{mixer}]"]
     models = {}
     for filters in ("own", "identity", "random"):

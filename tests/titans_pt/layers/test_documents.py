@@ -1,4 +1,4 @@
-"""Facts about documents, against a loop over tokens."""
+"""Documents' starts and bounds against a loop over tokens."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ B, T = 3, 23
 
 
 def by_hand(reset):
-    """begin, and the places at which something begins when the rows lie end to end."""
+    """Return begin (B, T), and the starts of rows and documents with the rows laid end to end."""
     begin, bounds = torch.full(reset.shape, -1), []
     for row in range(reset.shape[0]):
         for t in range(reset.shape[1]):

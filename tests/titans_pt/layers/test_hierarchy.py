@@ -1,4 +1,4 @@
-"""TNT's memories against an oracle of one token after the other, in float64."""
+"""TNT's memories against an oracle that reads token by token, in float64."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ def make(chunk=6, shard=12, locals_=(4, 3), projection=True, **memory):
 
 
 def oracle(layer, x, start=None):
-    """One document from its start, token after token."""
+    """Read one document from its start, token by token."""
     q, k, v = (projection(x)[0] for projection in (layer.q, layer.k, layer.v))
 
     def read(n, q, k, v, x, stale):
@@ -58,7 +58,7 @@ def oracle(layer, x, start=None):
 @pytest.mark.parametrize("rule", ["muon", "lact", "moneta"])
 @pytest.mark.parametrize("locals_", [(), (4,)])
 def test_every_token_of_a_prefix_is_written_to_every_memory(rule, locals_):
-    """Also by rules that write where chunks end, and though the prefix is shorter than the global memory's chunk."""
+    """This holds also for rules that write at chunk ends, with a prefix shorter than the global memory's chunk."""
     own = load_config("quickstart", [f"model.memory.rule={rule}"]).model.memory.section(rule)
     layer = make(chunk=32, shard=32, locals_=locals_, **{"rule": rule, rule: own})
     prefix = torch.randn(1, 6, WIDTH, dtype=torch.float64, requires_grad=True)

@@ -1,4 +1,4 @@
-"""Low-rank adapters: nothing at the start, W + alpha / rank B A later, on the layers that are named."""
+"""Low-rank adapters: zero at the start, W + alpha / rank B A later, on the named layers."""
 
 import pytest
 import torch
@@ -93,7 +93,7 @@ def test_what_is_frozen_has_no_gradient_and_adapters_learn():
 
 @torch.no_grad()
 def test_tokens_one_by_one_are_those_of_one_call():
-    """A prepared fast path, if there is one, is not taken with adapters."""
+    """The prepared fast path for single tokens is not taken with adapters."""
     found = model({"rank": 2}, ["lmm", "mab"]).eval()
     for name, p in found.named_parameters():
         if name.endswith("lora_b"):

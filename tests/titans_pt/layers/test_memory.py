@@ -1,4 +1,4 @@
-"""Promises of the memory layer about its parts: bounded gates, unit keys, the start of M_0."""
+"""Guarantees of the memory layer's parts: bounded gates, unit keys, the start of M_0."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ def gates_of(d_model, heads, config):
 
 
 def short(x, heads=2):
-    """Values for x that no memory takes smaller steps for."""
+    """Zero values for x: no memory reduces its steps for them."""
     return torch.zeros(*x.shape[:2], heads, 4)
 
 
@@ -39,7 +39,7 @@ def test_the_step_is_bounded_whatever_the_gates_see(chunk_size, depth, scale):
 
 @pytest.mark.parametrize("chunk_size", [1, 4, 16, 64])
 def test_without_a_norm_equal_keys_written_with_the_largest_step_do_not_diverge(chunk_size):
-    """A linear memory whose chunks write one pair: its error falls, chunk after chunk."""
+    """A linear memory writes the same pair in all chunks: its error falls from chunk to chunk."""
     config = MemoryConfig(chunk_size=chunk_size, depth=1, norm=False, residual=False)
     bound, chunks, width = default_step_bound(config), 30, 8
     k = F.normalize(torch.randn(1, 1, 1, width, dtype=torch.float64), dim=-1).expand(1, chunks * chunk_size, 1, width)
@@ -54,10 +54,10 @@ def test_without_a_norm_equal_keys_written_with_the_largest_step_do_not_diverge(
 
 
 def growth(config: MemoryConfig, long: float = 1.0) -> float:
-    """Growth of a small change of M_0, as it is read after 512 tokens of a text in which few words stand for most, each
-    written with the largest step; above 1, outer gradients grow with the length of the text.
+    """Growth of a small change of M_0 over 512 tokens, each written with the largest step. Few words make up most of
+    the text. Above 1, outer gradients grow with the text's length.
 
-    long: how many times as long as at first the values are.
+    long: factor on the values' length.
     """
     torch.manual_seed(0)
     rows, length, heads, width, words = 2, 512, 4, 32, 200
@@ -65,7 +65,7 @@ def growth(config: MemoryConfig, long: float = 1.0) -> float:
     memory = NeuralMemory(d_model, heads, 4, config, 1e-6).double()
     word = torch.multinomial(1 / torch.arange(1.0, words + 1), rows * length, replacement=True).view(rows, length)
     shape, double = (words, heads, width), {"dtype": torch.float64}
-    always = torch.randn(heads, width, **double)  # what the keys of all words have in common
+    always = torch.randn(heads, width, **double)  # common part of all words' keys
     k = (torch.randn(shape, **double) + always)[word] + 0.1 * torch.randn(rows, length, heads, width)
     k = F.normalize(k, dim=-1)
     v = long * F.silu(torch.randn(shape, **double)[word] + 0.3 * torch.randn(rows, length, heads, width))
@@ -116,7 +116,7 @@ def test_gates_start_where_they_are_configured():
 
 @pytest.mark.parametrize("start", [0.001, 0.5, 0.999])
 def test_hard_gates_start_where_they_are_configured(start):
-    """Inside their range, so that none is dead from the start."""
+    """Gates start inside their range, so that none is dead at the start."""
     config = MemoryConfig(gates="hard", theta_init=start, eta_init=0.5, alpha_init=start)
     gates = gates_of(8, 2, config)
     gates.own_initialisation()
@@ -146,7 +146,7 @@ def test_a_free_step_starts_as_the_bounded_one_and_knows_no_bound(gates):
 
 
 def test_hard_gates_reach_zero_and_one():
-    """Theta and alpha; momentum does not reach 1, where a surprise would be added for ever."""
+    """Theta and alpha reach both ends of their range. Momentum stays below 1: at 1, a surprise is added for ever."""
     gates = gates_of(1, 1, MemoryConfig(gates="hard"))
     torch.nn.init.ones_(gates.linear.weight)
     torch.nn.init.zeros_(gates.linear.bias)
@@ -167,7 +167,7 @@ def test_alpha_starts_the_same_at_all_tokens():
 
 @pytest.mark.parametrize("dead, alive", [(-7.0, 1.0), (7.0, 0.0)])
 def test_a_dead_gate_comes_back(dead, alive):
-    """Far beyond the cut, where a clamp's own gradient is 0."""
+    """The gate is far beyond the cut, where a clamp's gradient is 0."""
     gates = gates_of(8, 2, MemoryConfig(gates="hard"))
     gates.own_initialisation()
     with torch.no_grad():
@@ -211,7 +211,7 @@ def test_every_channel_forgets_by_itself(gates):
     theta, eta, alpha = layer(0 * x, short(x))
     assert theta.shape == eta.shape == (1, 5, 2, 3) and alpha.shape == (1, 5, 2, 4 + 8 + 8)
     torch.testing.assert_close(alpha, torch.full_like(alpha, 0.01), rtol=1e-4, atol=1e-6)
-    if gates == "hard":  # at all tokens, and not dead: what leads to alpha's own weights is not zero
+    if gates == "hard":  # equal at all tokens, yet not dead: alpha's own weights get gradients
         torch.testing.assert_close(layer(x, short(x))[2], alpha)
     optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
     for _ in range(3):
@@ -266,7 +266,7 @@ def test_a_prefix_is_written_to_the_memory_that_others_begin_with():
     fresh, _ = memory(x)
     after, _ = memory(x, start=start)
     assert not torch.allclose(fresh, after)
-    # Without convolutions and momentum, and forgotten to zero, a prefix is nothing else than tokens that came before.
+    # Without convolutions and momentum, and with forgetting to zero, a prefix equals preceding tokens.
     memory.config = memory.config.model_copy(update={"momentum": False})
     memory.gates.config = memory.config
     _, start = memory.start_after(prefix)
@@ -286,7 +286,7 @@ def test_a_rule_that_writes_at_chunk_ends_takes_the_whole_prefix(rule, tokens):
 
 
 def test_forgetting_leads_to_the_start_after_the_prefix():
-    """In later calls of the stream, too, which are not given it again; the learned weights are not it."""
+    """This holds also in later calls of the stream, which do not get the start again. It is not the learned M_0."""
     torch.manual_seed(0)
     config = MemoryConfig(chunk_size=4, expansion=2, forget_to="start", writes=False)
     memory = NeuralMemory(8, 2, 3, config, 1e-5)
@@ -296,7 +296,7 @@ def test_forgetting_leads_to_the_start_after_the_prefix():
     with torch.no_grad():
         memory.gates.linear.weight.zero_()
         bias = memory.gates.linear.bias.view(2, 1, 3)
-        bias[..., 0], bias[..., 2] = -80, 0  # nothing is written, half is forgotten
+        bias[..., 0], bias[..., 2] = -80, 0  # write nothing, forget half
     x = torch.randn(2, 9, 8)
     _, state = memory(x[:, :4], start=start)
     state.memory.weights = tuple(w + 1 for w in state.memory.weights)

@@ -1,4 +1,4 @@
-"""Rotary embedding against multiplication by complex numbers, near and far from the start."""
+"""Rotary embedding against multiplication by complex numbers, at small and large positions."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ BASE = 10_000.0
 
 
 def turned(x, position):
-    """The definition in float64: pairs (i, i + D / 2) as complex numbers, times exp(i position frequency)."""
+    """Rotate by definition in float64: pairs (i, i + D / 2) are complex numbers, times exp(i position frequency)."""
     half = x.shape[-1] // 2
     angle = position.double()[:, None, None] * BASE ** (-torch.arange(half).double() / half)
     y = torch.complex(x[..., :half].double(), x[..., half:].double()) * torch.polar(torch.ones_like(angle), angle)

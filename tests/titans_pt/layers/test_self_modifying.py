@@ -1,4 +1,4 @@
-"""Hope's self-modifying memory: its definition by autograd, and the definition of every rule under an author."""
+"""Hope's self-modifying memory by autograd, and every rule with the self-modifying memory against its definition."""
 
 from functools import partial
 
@@ -38,7 +38,7 @@ def projected(projection, x):
 
 
 def definition(layer: SelfModifyingMemory, x: torch.Tensor) -> torch.Tensor:
-    """Token by token, one row, head and memory after the other, as Eq. 86-91 have it; each gradient by autograd."""
+    """Compute Eq. 86-91 token by token, one row, head and memory after the other; each gradient by autograd."""
     config, bound, rows = layer.config, layer.gates.bound, []
     named = dict(layer.network.named_parameters())
 
@@ -70,7 +70,7 @@ def definition(layer: SelfModifyingMemory, x: torch.Tensor) -> torch.Tensor:
                 alpha = torch.sigmoid(keeps @ keep + layer.gates.readout.keep_bias[h, 0])
                 for m, (weights, place) in enumerate(ask()):
                     own_value = answer(v, weights, place)
-                    met = [w.clone() for w in weights]  # the value is given: the gradient is that of M(k) alone
+                    met = [w.clone() for w in weights]  # the value is constant: only M(k) has a gradient
                     loss = (answer(k, met, place) - own_value).square().sum()
                     gradients = torch.autograd.grad(loss, met, create_graph=True)
                     for n, (z, g) in enumerate(zip((k, F.gelu(k @ met[0])), gradients, strict=True)):
@@ -109,7 +109,7 @@ def test_it_equals_the_definition_by_autograd(memory):
     {"rule": "omega", "omega": {"window": 3, "degree": 2}},
 ], ids=str)  # fmt: skip
 def test_any_rule_under_an_author_equals_its_definition(memory, monkeypatch):
-    """Two rows with documents of their own, from a state in the middle of a chunk; the last state is compared too."""
+    """Two rows with different documents continue from the middle of a chunk; the final states are also compared."""
     found, x = layer(**memory), inputs()
     reset = torch.zeros(2, T, dtype=torch.bool)
     reset[0, 4] = reset[1, 6] = reset[1, 7] = True
@@ -126,7 +126,7 @@ def test_any_rule_under_an_author_equals_its_definition(memory, monkeypatch):
 
 
 def test_a_chunk_sees_nothing_of_itself_but_the_convolutions():
-    """A token's lesson is seen from the next chunk on, by all five memories."""
+    """All five memories use a token's update only from the next chunk on."""
     found, x = layer(), inputs().detach()
     changed = x.clone()
     changed[0, 0] += 1
@@ -149,7 +149,7 @@ def test_nothing_is_computed_again_where_all_blocks_are_kept(save_every, times):
 
 
 def test_memories_modify_themselves():
-    """Without writes all tokens ask M_0: keys of the second chunk are those of a chunk alone."""
+    """Without writes all tokens query M_0: the second chunk has other keys than with writes."""
     found, x, made = layer(), inputs(2 * CHUNK).detach(), []
     written = found.written
     found.written = lambda *given: made.append(written(*given)) or made[-1]
@@ -166,13 +166,13 @@ def test_memories_modify_themselves():
 def test_its_products_are_counted(monkeypatch):
     counted = partial(
         self_modifying.self_modifying_memory, backend="chunked"
-    )  # PyTorch's products are counted, those of C are not
+    )  # the counter counts PyTorch's products, not C's
     monkeypatch.setattr(self_modifying, "self_modifying_memory", counted)
     for rule in ("dgd", "titans"):
         found = layer(rule=rule, chunk_size=8)
         with FlopCounterMode(display=False) as counter, torch.no_grad():
             found(inputs(32))
-        # The counter sees coefficients, which a head's memories share, and no triangular systems.
+        # The counter counts coefficients, which a head's memories share, but no triangular systems.
         seen = 2 * 8 * (1 + 8) * (2 if rule == "dgd" else 1)
         unseen = 5 * 8 * sum(d_out for _, d_out in found.shape.layers) if rule == "dgd" else 0
         counted = found.flops(32).forward + H * (seen - unseen)
@@ -181,7 +181,7 @@ def test_its_products_are_counted(monkeypatch):
 
 @pytest.mark.parametrize("memory", [{}, {"norm": False, "forget_to": "zero"}], ids=str)
 def test_taught_by_its_own_answers_it_does_not_grow(memory):
-    """Values have unit length: with longer ones, as printed in the paper, the second memory is NaN by token 200."""
+    """Values have unit length: with longer values, as the paper prints, the second memory is NaN by token 200."""
     torch.manual_seed(0)
     found = SelfModifyingMemory(32, 2, 4, MemoryConfig(**{"rule": "dgd", "momentum": False} | memory), 1e-5)
     found.gates.own_initialisation()

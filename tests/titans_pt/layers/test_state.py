@@ -1,4 +1,4 @@
-"""Rows of states: taken, repeated, reordered."""
+"""Rows of states can be selected, repeated and reordered."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from titans_pt.models.mixers import MIXERS
 @pytest.mark.parametrize("cut", [False, True])
 @pytest.mark.parametrize("mixer", MIXERS.built_in())
 def test_rows_that_were_taken_go_on_as_they_would_have(mixer, cut):
-    """Every mixer's state, with rows that began together and with rows that did not."""
+    """Every mixer's state continues after a selection of rows, whether or not the rows began together."""
     torch.manual_seed(0)
     settings = own_settings([mixer]) | {"mixers": [mixer], "n_layers": 2}
     model = build_model(Config.model_validate(merged(TINY, {"model": settings})).model)

@@ -1,4 +1,4 @@
-"""The scripts of examples/ run, in small: what they promise comes out."""
+"""Small runs of the scripts in examples/ give the results that the scripts promise."""
 
 import runpy
 import shutil
@@ -12,7 +12,7 @@ from titans_pt.huggingface import export_run
 ROOT = Path(__file__).parents[3]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 LENGTH = 80
-"""Lines of an example: they are short."""
+"""Largest number of lines of an example."""
 
 
 def run(name: str, *words, **more):

@@ -1,4 +1,4 @@
-"""Other people's training loops around our layers: compiled, checkpointed, sharded, with Hugging Face's Trainer."""
+"""Other projects' training loops around our layers: compiled, checkpointed, sharded, with Hugging Face's Trainer."""
 
 import copy
 import shutil
@@ -27,7 +27,7 @@ LAYERS = {
 
 
 class Model(nn.Module):
-    """A plain model of somebody else's, with one of our layers in it; batches and outputs as the Trainer wants them."""
+    """A plain foreign model with one of our layers; batches and outputs have the form that the Trainer expects."""
 
     def __init__(self, layer: nn.Module, checkpointed: bool = False):
         super().__init__()
@@ -96,7 +96,7 @@ def test_autocast_keeps_the_memory_in_fp32(name):
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name, backend", [("memory", "aot_eager"), ("memory", "inductor"), ("mac", "aot_eager")])
 def test_torch_compile_gives_the_same_gradients(name, backend):
-    """Calls of our kernels break the graph, and nothing else does; outputs and gradients are the same."""
+    """Only calls of our kernels break the graph; outputs and gradients are the same."""
     if backend == "inductor" and shutil.which("g++") is None:
         pytest.skip("Inductor needs a C++ compiler")
     expected = gradients(model(name), batch())
@@ -110,7 +110,7 @@ def test_torch_compile_gives_the_same_gradients(name, backend):
 
 
 def in_processes(work, tmp_path, *args):
-    """``work`` in two new processes. Forks would share a process group with the tests' own process, if it has one."""
+    """Run ``work`` in two new processes. Forks would share the process group that the tests' process may have."""
     mp.start_processes(_worker, (work, str(tmp_path / "meet"), args), nprocs=2, start_method="spawn")
 
 
@@ -130,7 +130,7 @@ def _replicated(rank: int, name: str):
 
 
 def _sharded(rank: int, name: str):
-    """FSDP2, the layer a unit of its own; three steps of AdamW."""
+    """Train three steps of AdamW under FSDP2, with the layer as a separate unit."""
     net, half = model(name), batch().chunk(2)[rank]
     fully_shard(net.layer)
     fully_shard(net)
@@ -148,7 +148,7 @@ CLOSE = {"rtol": 1e-4, "atol": 1e-6}
 
 
 def _both(rank: int, name: str):
-    """One start for both ways."""
+    """Run both checks in one start of processes."""
     _replicated(rank, name)
     _sharded(rank, name)
 
@@ -156,7 +156,7 @@ def _both(rank: int, name: str):
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", ["memory", pytest.param("mac", marks=pytest.mark.slow(reason="seconds each"))])
 def test_two_processes_give_the_gradients_of_one(name, tmp_path):
-    """The mean over the halves of a batch is what the whole gives, under DDP and under FSDP2."""
+    """The mean gradient over a batch's halves equals the whole batch's, under DDP and under FSDP2."""
     in_processes(_both, tmp_path, name)
 
 

@@ -1,4 +1,4 @@
-"""Layers by keywords: the same as the internal ones, trained by a plain loop, in one line refused."""
+"""Layers by keywords equal the internal ones, train in a plain loop, and refuse wrong settings in one line."""
 
 import copy
 
@@ -19,7 +19,7 @@ from titans_pt.models.mixers.common import MemoryMixer, Windowed
 SMALL = {"n_heads": 2, "chunk_size": 4, "depth": 2}
 MIXER = {"n_heads": 2, "chunk_size": 4, "depth": 1, "persistent_tokens": 2}
 ALONE = [name for name in NAMES if name not in ("hgrn2", "rwkv7", "rmt")]
-"""Mixers that are layers by themselves."""
+"""Mixers that can be used as a single layer."""
 WINDOWED = [name for name in NAMES if issubclass(MIXERS.find(name), Windowed)]
 OWN = {MAC: {"segment": 8, "memory_tokens": 4}, MAG: {"window": 8}, MAL: {"window": 8}, LMM: {}}
 
@@ -198,7 +198,7 @@ SHARED = {
 
 
 def _made(make, value):
-    """The parameters of a layer, and its outputs with other ones: some parts begin as nothing."""
+    """Return a layer's initial parameters, and its outputs with random ones, because some parts start at zero."""
     torch.manual_seed(0)
     layer = make(value)
     begun = {name: p.detach().clone() for name, p in layer.named_parameters()}

@@ -1,4 +1,4 @@
-"""The notebook of examples/: its cells run, and its text says what its committed outputs show."""
+"""The notebook of examples/: its cells run, and its text agrees with its committed outputs."""
 
 import json
 import re
@@ -14,7 +14,7 @@ FEW = {"STEPS": 2, "TOKENS": 4096}
 
 
 def run_cells(monkeypatch, sizes: dict[str, int]) -> tuple[dict, int]:
-    """Runs every code cell in order: the names that they define, and the number of pictures."""
+    """Run every code cell in order; return the names that they define, and the number of pictures."""
     import matplotlib
 
     matplotlib.use("Agg")

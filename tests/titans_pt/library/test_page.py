@@ -1,4 +1,4 @@
-"""docs/python.md runs: its blocks in order, in a folder with a tiny run."""
+"""The code blocks of docs/python.md run in order, in a folder with a tiny run."""
 
 import re
 from pathlib import Path
@@ -17,7 +17,7 @@ def test_the_blocks_of_the_page_run(prepared, tmp_path, monkeypatch, capsys):
     names: dict = {}
     for block in blocks:
         exec(compile(block, str(PAGE), "exec"), names)
-    # What a comment says of a printed line is what was printed.
+    # Comments show the lines that were printed.
     said = re.findall(r"print\(error\)  # (.+)$", "".join(blocks), re.M)
     printed = capsys.readouterr().out.splitlines()
     assert said and set(said) <= set(printed)

@@ -32,7 +32,7 @@ print(json.dumps([min(seconds), bare, layers, sorted(heavy & sys.modules.keys())
 
 
 def public() -> str:
-    """A line for each name, and for each method of a class that the package itself defines."""
+    """The public interface: one line per name, and per method of a class that the package itself defines."""
     lines = []
     for name in sorted(titans_pt.__all__):
         value = getattr(titans_pt, name)
@@ -49,14 +49,14 @@ def public() -> str:
 
 
 def _signature(value) -> str:
-    """Names, kinds and defaults of the parameters, without types."""
+    """Signature with the parameters' names, kinds and defaults, without types."""
     parameters = inspect.signature(value).parameters.values()
     bare = [parameter.replace(annotation=inspect.Parameter.empty) for parameter in parameters]
     return str(inspect.Signature(bare))
 
 
 def test_the_public_names_and_their_arguments_are_those_of_the_snapshot():
-    """A change here is one for the users: docs/python.md, "What may change", and a line in CHANGELOG.md.
+    """A difference here is a change for users: see docs/python.md, "What may change", and add a line to CHANGELOG.md.
 
     Then: python -c "from tests.titans_pt.library import test_public as t; t.SNAPSHOT.write_text(t.public())"
     """

@@ -1,4 +1,4 @@
-"""Derivatives are right or refused: of a gradient (gradient penalties), computed forward, and by torch.func."""
+"""Derivatives are right or refused: second derivatives (gradient penalties), forward mode, and torch.func."""
 
 import re
 
@@ -15,18 +15,20 @@ from titans_pt.models.mixers import MIXERS, Mixer
 
 ALONE = [name for name in MIXERS.built_in() if MIXERS.find(name).around is Mixer.around
          and MIXERS.find(name).bind is Mixer.bind]  # fmt: skip
-"""Mixers that are a layer by themselves."""
+"""Mixers that can be used as a single layer."""
 REFUSED = re.compile("first derivatives only|derivative for .+ is not implemented")
-"""By our kernels, and by PyTorch's attention."""
+"""Messages with which our kernels and PyTorch's attention refuse second derivatives."""
 MEMORIES = {"hope", "lmm", "mab", "mac", "mag", "mal", "memory"}
 MEMORIES_AND_ATTENTION = MEMORIES | {"attention", "liza", "swa"}
-"""Layers of which nobody has forward derivatives."""
+"""Layers without forward derivatives."""
 STEP = 1e-6
 
 
 def check(layer: torch.nn.Module) -> bool:
-    """The derivative of d(out u)/dx w, along a direction of inputs and parameters, against a central
-    difference: whether there is one."""
+    """Compare the derivative of d(out u)/dx w, along a direction of inputs and parameters, with a central difference.
+
+    Returns whether the layer has this derivative.
+    """
     layer = layer.double()
     torch.manual_seed(1)
     given = {"": torch.randn(2, 9, 16, dtype=torch.float64)} | {n: p.detach() for n, p in layer.named_parameters()}
@@ -42,7 +44,7 @@ def check(layer: torch.nn.Module) -> bool:
 
     leaves = {name: p.clone().requires_grad_() for name, p in given.items()}
     value = penalty(leaves, graph=True)
-    torch.testing.assert_close(value.detach(), penalty(given, graph=False))  # asking for a graph changes no gradient
+    torch.testing.assert_close(value.detach(), penalty(given, graph=False))  # create_graph changes no gradient
     try:
         found = torch.autograd.grad(value, list(leaves.values()), allow_unused=True)
     except RuntimeError as error:
@@ -57,13 +59,13 @@ def check(layer: torch.nn.Module) -> bool:
 
 @pytest.fixture(autouse=True)
 def linear_of_torch(monkeypatch):
-    """DeepSpeed's ZeRO 3, in another test of this process, puts a function of its own in its place, without derivatives
-    of derivatives."""
+    """Restore torch's linear: ZeRO 3, in another test of this process, replaces it by a function without second
+    derivatives."""
     monkeypatch.setattr(torch.nn.functional, "linear", torch._C._nn.linear)
 
 
 def made(name):
-    """A layer of width 16, with two heads where their number is a setting."""
+    """A layer of width 16, with two heads if their number is a setting."""
     if name == "memory":
         return layers.NeuralMemory(16, n_heads=2)
     return layers.mixer(name, 16, **({"n_heads": 2} if "n_heads" in (MIXERS.find(name).shared or ()) else {}))
@@ -106,7 +108,7 @@ def test_forward(name, tokens):
 
 @pytest.mark.parametrize("name", [*ALONE, "memory"])
 def test_torch_func(name):
-    """Gradients of each row, by vmap over grad, add up to those of autograd."""
+    """Gradients per row, by vmap over grad, add up to autograd's gradients."""
     torch.manual_seed(0)
     layer = made(name).double()
     x = torch.randn(2, 9, 16, dtype=torch.float64)

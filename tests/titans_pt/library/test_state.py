@@ -1,4 +1,4 @@
-"""States as values, sequences that begin inside of a call, and what a memory tells of each token."""
+"""States as values, sequences that begin inside a call, and a memory's figures for each token."""
 
 import pickle
 from dataclasses import replace
@@ -46,7 +46,7 @@ def test_reset_begins_rows_in_the_midst(layer):
     _, state = layer(x)
     more = torch.randn(3, 10, 16, dtype=torch.float64)
     reset = torch.zeros(3, 10, dtype=torch.bool)
-    reset[1, 0] = reset[2, 6] = True  # row 1 begins again at once, row 2 after six tokens, row 0 goes on
+    reset[1, 0] = reset[2, 6] = True  # row 1 restarts at once, row 2 after six tokens, row 0 continues
     y, after = layer(more, state, reset)
     goes_on, its_state = layer(more[:1], take_rows(state, torch.tensor([0])))
     torch.testing.assert_close(y[:1], goes_on)
@@ -98,7 +98,7 @@ def test_inspect_says_surprise_gates_and_norms():
     theta, eta, alpha = memory.gates(x, v)
     for name, gate in (("theta", theta), ("eta", eta), ("alpha", alpha)):
         torch.testing.assert_close(getattr(found, name).double(), gate, atol=1e-6, rtol=1e-5)
-    # Surprise by autograd, at the weights of the chunk's start: those of M_0, then those after four tokens.
+    # Surprise by autograd, at the weights of the chunk's start: first M_0, then the weights after four tokens.
     weights, norm = memory.network()
     _, after_four = memory(x[:, :4])
     for t, start in ((1, [w.expand(2, *w.shape) for w in weights]), (5, after_four.memory.weights)):
@@ -156,7 +156,7 @@ OTHERS = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("other", OTHERS)
 def test_a_state_of_another_memory_is_refused(other, dtype):
-    """C would read and write beyond its end."""
+    """C would read and write beyond the state's end."""
     x = torch.randn(2, 3, 16, dtype=dtype)
     _, state = NeuralMemory(16, **SMALL).to(dtype)(x)
     layer = NeuralMemory(16, **SMALL | OTHERS[other]).to(dtype)
@@ -181,7 +181,7 @@ def test_a_state_of_another_rule_caching_or_convolution_is_refused(change):
     x = torch.randn(2, 13, 16)
     _, state = NeuralMemory(16, **SMALL | one)(x)
     layer = NeuralMemory(16, **SMALL | two)
-    if change == "a window after none":  # as if the window began there
+    if change == "a window after none":  # the window starts here
         assert layer(x, state)[0].isfinite().all()
         return
     with pytest.raises(ValueError, match="state"):
@@ -205,7 +205,7 @@ OTHER_LAYERS = {
     "shard": ("lmm", {"hierarchy": HIERARCHY}, {"hierarchy": HIERARCHY | {"shard": 4}}),
     "projection": ("lmm", {"hierarchy": HIERARCHY}, {"hierarchy": HIERARCHY | {"projection": False}}),
 }
-"""A mixer, and settings of two whose states do not fit each other after 15 tokens."""
+"""A mixer and two settings of it whose states do not fit each other after 15 tokens."""
 
 
 @pytest.mark.parametrize("case", OTHER_LAYERS)
@@ -234,7 +234,7 @@ def without_gradient(layer, length, width=16):
 @pytest.mark.parametrize("length", [1, 3, 4])
 @pytest.mark.parametrize("rule", RULES.built_in())
 def test_inside_a_chunk_every_parameter_of_a_memory_has_a_gradient(rule, length):
-    """DistributedDataParallel waits for each, also where a call reads nothing that it writes."""
+    """DistributedDataParallel waits for every gradient, also in a call that reads nothing that it writes."""
     variants = [{}, {"forgetting": False}, {"momentum": False}, {"writes": False}, {"caching": {"segment": 4}}]
     if rule == "titans":
         variants += [{"alpha": "channel"}, {"alpha": "channel", "forgetting": False}]
@@ -269,7 +269,7 @@ def test_a_state_keeps_nothing_else_alive(layer):
 
 
 def test_after_a_state_every_parameter_has_a_gradient(layer):
-    """DistributedDataParallel waits for each; the gradient of what only a start uses is 0."""
+    """DistributedDataParallel waits for every gradient; parameters that only a start uses have gradient 0."""
     x = torch.randn(2, 5, 16, dtype=torch.float64)
     _, state = layer(x)
     y, _ = layer(x, detach_state(state))
@@ -306,7 +306,7 @@ def test_a_state_is_moved(layer):
 
 @pytest.mark.parametrize("part", ["memory", "q"])
 def test_a_state_on_another_device_is_an_error(part):
-    """C takes addresses as they are: it would read what is not there."""
+    """C does not check addresses: it would read invalid memory."""
     memory = NeuralMemory(16, **SMALL)
     x = torch.randn(1, 5, 16)
     with torch.no_grad():

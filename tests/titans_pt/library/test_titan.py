@@ -1,4 +1,4 @@
-"""A trained model from Python: where it is loaded from, what it writes, and its state as a value."""
+"""A trained model from Python: the places it is loaded from, the text it writes, and its state as a value."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ def model(run):
 
 def test_it_writes_what_titans_generate_writes(run, model, capsys):
     expected = evaluation.generate(run, "some words", 12, temperature=0.8, top_p=0.95, seed=3)
-    # At its end a character is cut, which is left to the text that may follow.
+    # The text ends inside a character, which is left to the following text.
     assert model.generate("some words", max_new_tokens=12, seed=3) == expected.removesuffix("\ufffd")
     assert model.generate("some words", max_new_tokens=12, seed=4) != expected
 
@@ -53,7 +53,7 @@ def test_a_state_is_left_as_it_is(model):
     before = [t.clone() for t in tensors(notes.state)]
     first = model.generate(" and", 8, temperature=0, state=notes)
     assert model.generate(" and", 8, temperature=0, state=notes) == first
-    model.generate(max_new_tokens=8, state=notes)  # nothing to read: token by token from the very state
+    model.generate(max_new_tokens=8, state=notes)  # nothing to read: continues token by token from the state
     assert all(torch.equal(a, b) for a, b in zip(before, tensors(notes.state), strict=True))
     twin = notes.fork()
     assert {t.data_ptr() for t in tensors(twin.state) if t.numel()}.isdisjoint(

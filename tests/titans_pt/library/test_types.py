@@ -1,4 +1,4 @@
-"""The types of the package, as mypy sees them from a user's file: the package installed, with its py.typed."""
+"""The package's types as mypy sees them from a user's file, with the package and its py.typed installed."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Models whose memories are cached: streams, state files, tensor ranks, FLOPs, the plan, export, what is refused."""
+"""Models with cached memories: streams, state files, tensor ranks, FLOPs, the plan, export, refused settings."""
 
 import pytest
 import torch
@@ -65,7 +65,7 @@ def test_its_products_are_counted(form):
     length, heads = 28, 2
     found = []
     for caching in (None, {"segment": 8, "slots": 2, **form}):
-        # One alpha a channel: PyTorch's operators, which alone the counter sees, serve every read.
+        # With an alpha per channel, PyTorch's operators serve every read; the counter counts only these.
         config = MemoryConfig(chunk_size=8, expansion=2, alpha="channel", caching=caching)
         memory = NeuralMemory(16, heads, 1, config, 1e-5)
         with FlopCounterMode(display=False) as counter, torch.no_grad():
@@ -73,8 +73,8 @@ def test_its_products_are_counted(form):
         found.append((counter.get_total_flops(), memory.flops(length).forward * length))
     (plain, plain_counted), (seen, counted) = found
     assert seen - plain == pytest.approx(counted - plain_counted, rel=1e-12)
-    # 8 tokens with none, 8 with one, 12 with two: 32 reads of an 8 -> 16 -> 8 network, and as many scores. change: 20
-    # tokens also read M_0.
+    # 8 tokens with no cache, 8 with one, 12 with two: 32 reads of an 8 -> 16 -> 8 network, and as many scores. With
+    # shares=change, 20 tokens also read M_0.
     read = (52 if form.get("shares") == "change" else 32) * heads * 2 * (2 * 8 * 16)
     learned = 0 if form.get("shares") else length * 2 * 16 * 16 + 32 * 2 * 16
     assert counted - plain_counted == read + learned
@@ -93,7 +93,7 @@ def test_sparse_shares_count_the_caches_that_count():
 
 @pytest.mark.parametrize("gpu", [False, True])
 def test_it_is_planned(gpu, tiny):
-    """More activations for each cache; twice as many for twice the tokens once all slots are taken."""
+    """Activations grow with each cache, and double with twice the tokens once all slots are taken."""
 
     def plan(length, caching):
         model = {"d_model": 64, "mixers": ["lmm"], "memory": {"caching": caching}}

@@ -1,4 +1,4 @@
-"""Training's torch.compile: nothing of a block is left outside on a GPU, and compiled is what it was."""
+"""Training's torch.compile: a block has no graph break on a GPU, and compiling does not change results."""
 
 from copy import deepcopy
 from functools import partial
@@ -39,7 +39,7 @@ def dynamo():
 
 
 def models(*quick):
-    """All of MODELS, those not named marked slow."""
+    """All of MODELS, marked slow unless named in ``quick``."""
     return [pytest.param(m, id=n, marks=[] if n in quick else pytest.mark.slow) for n, m in MODELS.items()]
 
 
@@ -54,7 +54,7 @@ def breaks(call, *arguments):
 def on_a_gpu(dynamo, monkeypatch):
     """``on_a_gpu(mixers)``: a bf16 model of meta tensors, which follow the GPU path: the fused memory's
     operators and FlashAttention's."""
-    monkeypatch.setattr(memory.dispatch, "GPU", ("cpu",))  # the choice itself is in the graph
+    monkeypatch.setattr(memory.dispatch, "GPU", ("cpu",))  # the dispatcher's choice is part of the graph
     monkeypatch.setattr(providers, "flash_serves", lambda q: True)
     monkeypatch.setattr(attention.dispatch, "flash_serves", lambda q: True)
 
@@ -85,7 +85,7 @@ def test_no_graph_break_with_documents(mixer, on_a_gpu):
 
 
 def test_mac_is_left_alone_where_documents_cut_it(dynamo, monkeypatch):
-    """Its segments end where a document starts: each batch would be another program."""
+    """MAC's segments end where a document starts, therefore each batch would need another program."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     loss = NextTokenLoss(small(["swa", "mac"])).train()
     ids, reset = torch.randint(0, 50, (2, 66)), torch.zeros(2, 65, dtype=torch.bool)
@@ -102,7 +102,7 @@ def test_mac_is_left_alone_where_documents_cut_it(dynamo, monkeypatch):
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("mixers", models("swa"))
 def test_compiled_equals_eager(mixers, checkpointing, dynamo, monkeypatch):
-    # Inductor's code would take minutes to build; what is traced, and its derivative, is the same.
+    # Inductor would take minutes; the traced graph and its derivative are the same without it.
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     loss = NextTokenLoss(small(mixers)).train()
     ids = torch.randint(0, 50, (2, 66), generator=torch.Generator().manual_seed(1))
@@ -138,9 +138,9 @@ def test_alike_blocks_share_their_code(dynamo, monkeypatch):
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("mixers", MODELS.values(), ids=MODELS)
 def test_on_a_gpu(mixers, dynamo):
-    """bf16, Inductor's code around the fused kernels and FlashAttention, twice: once to compile, once compiled. Its
-    gradients are about as near to float64's as those without compilation; a gate's bias, a sum of terms that nearly
-    cancel, is several per cent off in both."""
+    """bf16 gradients with Inductor's code around the fused kernels and FlashAttention are about as near to float64's as
+    eager ones. The call runs twice: once to compile, once compiled. A gate's bias is a sum of terms that nearly cancel;
+    its gradient is several per cent off in both."""
     loss = NextTokenLoss(small(mixers, d_model=128).to("cuda", torch.bfloat16)).train()
     ids = torch.randint(0, 50, (2, 131), device="cuda")
 

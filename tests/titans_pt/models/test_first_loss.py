@@ -1,4 +1,4 @@
-"""An untrained model knows nothing: its loss is that of a uniform guess, ln V."""
+"""The loss of an untrained model is a uniform guess's loss, ln V."""
 
 import math
 
@@ -11,7 +11,7 @@ from titans_pt.models import build_model
 
 
 def first_loss(mixer: str, **changes) -> tuple[float, float]:
-    """(mean loss of random tokens, ln V) of an untrained model of width 256."""
+    """Return (mean loss on random tokens, ln V) for an untrained model of width 256."""
     torch.manual_seed(0)
     config = small_config([mixer], **{"d_model": 256, "n_layers": 1, "vocab_size": 2048} | changes)
     model, ids = build_model(config), torch.randint(0, 2048, (8, 65))
@@ -22,8 +22,8 @@ def first_loss(mixer: str, **changes) -> tuple[float, float]:
 
 @pytest.mark.parametrize("mixer", NAMES)
 def test_the_first_loss_is_that_of_a_uniform_guess(mixer):
-    """init_std * d_model is 12.8 here, and 15.4 in a model of width 768; before the norm began smaller, the loss was 10
-    to 13 in place of 7.6."""
+    """init_std * d_model is 12.8 here, and 15.4 in a model of width 768. Before the norm started smaller, the loss was
+    10 to 13 instead of 7.6."""
     loss, uniform = first_loss(mixer, init_std=0.05)
     assert loss == pytest.approx(uniform, abs=0.12)
 

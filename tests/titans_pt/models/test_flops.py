@@ -21,14 +21,14 @@ UNKNOWN = {
         flop_registry[ops._scaled_dot_product_flash_attention_backward],
 }  # fmt: skip
 for count in UNKNOWN.values():
-    count._get_raw = True  # they take tensors and find the shapes themselves
-"""Operators that the counter leaves out on a CPU."""
+    count._get_raw = True  # they take tensors and read the shapes themselves
+"""Operators that the counter omits on a CPU."""
 
 
 @pytest.fixture(autouse=True)
 def in_operators(monkeypatch, without_c):
-    """PyTorch's counter sees its own operators, not what is written in C. Nothing is kept: the backward pass plays the
-    memory's forward pass again."""
+    """Use PyTorch's operators in place of C, which the counter cannot see, and save no activations: the backward pass
+    recomputes the memory's forward pass."""
     monkeypatch.setattr(chunked, "KEEP_BYTES", 0)
 
 
@@ -41,7 +41,7 @@ def config(mixers, **changes):
 
 
 def counted(settings):
-    """FLOPs per token of the forward pass, and of forward and backward, of two rows of T tokens."""
+    """Measured FLOPs per token of the forward pass, and of forward and backward pass, for two rows of T tokens."""
     model = build_model(settings)
     ids = torch.randint(0, 96, (2, T))
     with FlopCounterMode(display=False, custom_mapping=UNKNOWN) as forward, torch.no_grad():
@@ -60,19 +60,19 @@ def test_lmm_is_counted_to_the_product(memory):
     flops = build_model(settings).flops(T)
     forward, both = counted(settings)
     block = settings.memory.chunk_size
-    # Coefficients: to_m @ m and to_m @ decay_s, (c x c) matrices of gates; 2 c (1 + c) a token, head and gate.
+    # Coefficients: to_m @ m and to_m @ decay_s, (c x c) matrices of gates; 2 c (1 + c) per token, head and gate.
     layers = settings.memory.depth if settings.memory.per_layer_gates else 1
     gates = 2 * settings.n_layers * settings.memory_heads * layers * 2 * block * (block + 1) / 2
     near = 1e-12
     if settings.memory.alpha == "channel":
         gates = 0  # element by element
-        near = 0.03  # autograd leaves out what nobody asks of the first and of the last block
+        near = 0.03  # autograd skips unneeded gradients in the first and last block
     assert forward == pytest.approx(flops.forward + gates, rel=1e-12)
     # The gates' running products: two gates, (c x c + 1) by (c + 1 x c + 1).
     products = settings.n_layers * settings.memory_heads * layers * 2 * 2 * (block + 1) ** 2
     if settings.memory.alpha == "channel":
         products = 0
-    # The backward pass plays the memory's forward pass again, which is work, but not the model's.
+    # The backward pass recomputes the memory's forward pass, which the model's FLOPs do not include.
     memory = build_model(settings).blocks[0].mixer.memory
     projections = 3 * product(32, 32) + memory.gates.flops()
     again = settings.n_layers * (memory.flops(T).forward - projections.forward)
@@ -86,12 +86,12 @@ def test_attention_counts_the_keys_that_are_seen():
     whole = settings.n_layers * attention_flops(32, T).forward
     masked = whole - settings.n_layers * attention_flops(32, (T + 1) / 2).forward
     assert forward == pytest.approx(flops.forward + masked, rel=1e-12)
-    # The backward kernel computes the scores again: half of a forward pass more.
+    # The backward kernel recomputes the scores: half a forward pass more.
     assert both == pytest.approx(flops.total + 3 * masked + whole / 2, rel=1e-12)
 
 
 def test_adapters_are_counted_to_the_product():
-    """FLOPs added to the same model, per layer and block: q, k, v, out (32, 32), gate, up (32, 48), down (48, 32)."""
+    """Adapters add FLOPs in each layer of a block: q, k, v, out (32, 32), gate, up (32, 48), down (48, 32)."""
     plain, adapted = config(["attention"]), config(["attention"], lora={"rank": 4})
     (forward, both), (more_forward, more_both) = counted(plain), counted(adapted)
     assert more_forward - forward == 2 * 2 * 4 * (4 * 64 + 3 * 80)
@@ -103,7 +103,7 @@ def test_adapters_are_counted_to_the_product():
 
 @pytest.mark.parametrize("model", ["mac", "mag", "mal", "mab", "liza", "swa"])
 def test_the_others_are_near(model, monkeypatch):
-    """They mask more than they see, so the counter has more, and the short sequence makes that difference large."""
+    """The counter counts masked scores, therefore its number is larger; on a short sequence the difference is large."""
     monkeypatch.setattr(linear_memory_package.dispatch, "chunked_linear_memory", naive_linear_memory)
     settings = config([model])
     forward, _ = counted(settings)

@@ -10,7 +10,7 @@ from titans_pt.models import build_model
 
 
 def gradient_norm(length, **memory):
-    """Gradient norm of an untrained LMM on random tokens, two layers of width 64."""
+    """Gradient norm of an untrained LMM with two layers of width 64 on random tokens."""
     torch.manual_seed(0)
     model = build_model(
         ModelConfig(
@@ -29,7 +29,7 @@ def gradient_norm(length, **memory):
     (0.001, 2, 16, 512), (0.02, 2, 16, 512), (0.5, 2, 64, 512), (0.2, 4, 16, 512), (0.05, 3, 1, 128),
 ])  # fmt: skip
 def test_the_outer_gradient_stays_bounded(alpha, depth, chunk_size, length, gates):
-    """Toward zero it is 45 at alpha = 0.01 and NaN at 0.2, where depth is above 1 (docs/notebook.md)."""
+    """With forgetting to zero and depth above 1 it is 45 at alpha = 0.01 and NaN at 0.2 (docs/notebook.md)."""
     norm = gradient_norm(length, forget_to="start", gates=gates, alpha_init=alpha, depth=depth, chunk_size=chunk_size)
     assert norm < 2
 
@@ -47,9 +47,9 @@ def test_the_outer_gradient_stays_bounded_over_4096_tokens(depth, chunk_size):
 
 @torch.no_grad()
 def recall(forget_to, depth, clear):
-    """Share of 8 pairs, over 16 rows, that are read back after 64 tokens of them.
+    """Share of 8 pairs that are recalled after 64 tokens of them, over 16 rows.
 
-    clear: tokens of noise before them, at alpha = 1/2.
+    clear: number of noise tokens before the pairs, at alpha = 1/2.
     """
     rows, heads, width, pairs = 16, 2, 32, 8
     gen = torch.Generator().manual_seed(depth)
@@ -85,5 +85,5 @@ def test_a_cleared_memory_learns_like_a_new_one(depth):
 
 
 def test_what_forgetting_to_zero_leaves():
-    """The reason for the above: a paper's memory that was cleared does not learn any more."""
+    """The paper's memory, once cleared, does not learn any more: the reason for forgetting to the start."""
     assert recall("zero", 3, 64) < 0.7 * recall("zero", 3, 0)

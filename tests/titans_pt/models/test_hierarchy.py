@@ -1,4 +1,4 @@
-"""Models whose memories are a hierarchy: tensor ranks, streaming, the plan, what is refused."""
+"""Models with a hierarchy of memories: tensor ranks, streaming, the plan, refused settings."""
 
 import pytest
 import torch
@@ -58,7 +58,7 @@ def test_it_is_planned(gpu, tiny):
 
     short, long = plan(256), plan(512)
     assert 1.8 < long["activations"] / short["activations"] < 2.2
-    if not gpu:  # there the local memories' kernels compute states again
+    if not gpu:  # on a GPU the local memories' kernels recompute states
         assert 1.9 < long["memory states"] / short["memory states"] < 2.1
 
 

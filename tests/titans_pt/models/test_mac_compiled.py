@@ -1,4 +1,4 @@
-"""MAC's segment step, compiled as on a GPU, gives what it gives uncompiled: outputs, state, gradients."""
+"""MAC's segment step gives the same outputs, state and gradients compiled, as on a GPU, and uncompiled."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from titans_pt.models.mixers import mac
 
 
 def outcome(model, x, pieces, reset=None):
-    """Outputs of the pieces with the state passed on, and all gradients."""
+    """Outputs of the pieces, which pass the state on, and all gradients."""
     state, outputs = None, []
     for n, piece in enumerate(x.split(pieces, 1)):
         starts = None if reset is None else reset[:, n * pieces : (n + 1) * pieces]
@@ -32,7 +32,7 @@ def make(width, heads, segment, device):
 
 @pytest.mark.slow
 def test_the_compiled_step_is_the_step(monkeypatch):
-    """Whole segments are compiled, four without documents and three with them; what is cut off is not."""
+    """Whole segments are compiled, four without documents and three with them; partial segments are not."""
     model, x = make(16, 2, 32, "cpu").double(), torch.randn(2, 180, 16, dtype=torch.float64)
     reset = torch.zeros(2, 180, dtype=torch.bool)
     reset[1, 32] = reset[0, 150] = True

@@ -1,4 +1,4 @@
-"""Every model: causal, rows independent, streamed in any cuts, documents apart. In float64."""
+"""Every model is causal, keeps rows and documents independent, and can be streamed with any cuts; in float64."""
 
 import copy
 
@@ -18,7 +18,7 @@ MODELS = {name: [name] for name in ("lmm", "mac", "mag", "mal", "mab", "attentio
     "hybrid": ["lmm", "swa", "mac"]
 }
 OURS = [name for name in MIXERS.names() if MIXERS.find(name).__module__ == f"titans_pt.models.mixers.{name}"]
-"""Not those that other tests of a process register."""
+"""The built-in mixers, without those that other tests of a process register."""
 T = 41  # ragged for chunk 4, segment 8 and window 6
 
 
@@ -31,7 +31,7 @@ def small(mixers, **memory):
     torch.manual_seed(0)
     model = build_model(config).double()
     with torch.no_grad():
-        for parameter in model.parameters():  # gates and norms away from their symmetric start
+        for parameter in model.parameters():  # move gates and norms away from their symmetric start
             parameter.add_(0.05 * torch.randn_like(parameter))
     return model.eval()
 
@@ -125,7 +125,7 @@ def test_token_by_token(model):
 @torch.no_grad()
 @pytest.mark.parametrize("mixer", OURS)
 def test_a_state_goes_on_in_another_precision(mixer):
-    """A state that a GPU saved in bf16 is continued on a CPU in fp32, and the other way round."""
+    """A state that a GPU saved in bf16 can be continued on a CPU in fp32, and the other way round."""
     sizes = {"mixers": [mixer], "vocab_size": 50, "d_model": 16, "n_heads": 2, "n_layers": 1, "mlp_hidden": 24}
     settings = {"window": 6, "persistent_tokens": 3, "memory": {"chunk_size": 4}}
     own = {"mac": {"segment": 8}, "rmt": {"segment": 8}} | {"mamba2": {"head_width": 8}}

@@ -1,4 +1,4 @@
-"""configs/paper-literal and configs/fixed-mlp: the forms that they name, in every file, and their parameters."""
+"""configs/paper-literal and configs/fixed-mlp: the forms in every file, and the models' parameters."""
 
 from pathlib import Path
 
@@ -24,7 +24,7 @@ V1 = MEMORY | {"norm": False, "residual": False, "alpha": "head", "per_layer_gat
 
 
 def parameters(config):
-    """All blocks of these models are alike, so one is built."""
+    """Number of parameters; all blocks of these models are alike, therefore only one is built."""
     with torch.device("meta"):
         model = build_model(config.model.model_copy(update={"n_layers": 1}))
     block, whole = (sum(p.numel() for p in part.parameters()) for part in (model.blocks[0], model))
@@ -51,7 +51,7 @@ def test_the_forms_of_the_paper(name):
     assert {key: getattr(config.model.memory, key) for key in forms} == forms
     own = config.model.section(model)
     assert {key: own[key] for key in OWN[model]} == OWN[model]
-    # A window of 2,048 and samples of 2K tokens where there is a window; all else is the size's own recipe.
+    # The window is 2,048, and models that use it train on samples of 2K tokens; all else is the size's own recipe.
     length = 2048 if model in ("mag", "mal") else 4096
     assert (config.data.seq_len, config.model.window, config.train) == (length, 2048, ours.train)
     assert abs(parameters(config) / parameters(ours) - 1) < 0.01
@@ -63,6 +63,6 @@ def test_one_width_of_the_mlp_for_all(name):
     config, ours = load_config(CONFIGS / "fixed-mlp" / f"{name}.yaml"), load_config(CONFIGS / size / f"{model}.yaml")
     assert config.run.dir == f"runs/fixed-mlp-{name}" and config.model.mlp_hidden == 2048 == 8 * 768 // 3
     assert config.model.model_copy(update={"mlp_hidden": ours.model.mlp_hidden}) == ours.model
-    # What the mixer has more than attention is not taken from the MLP here.
+    # The MLP is not made smaller here for the mixer's parameters beyond attention's.
     plain = parameters(load_config(CONFIGS / "fixed-mlp" / f"{size}-transformer.yaml"))
     assert parameters(config) == plain if model in ("transformer", "swa") else parameters(config) > 1.1 * plain

@@ -1,4 +1,4 @@
-"""The configs of all sizes: equally many parameters, and the paper's recipe."""
+"""The configs of each size have equally many parameters and follow the paper's recipe."""
 
 from functools import cache
 from pathlib import Path
@@ -28,7 +28,7 @@ PARAMETERS = {
     "340m": (341_053_056, 341_618_304, 339_922_560, 337_931_904, 341_099_520),
     "760m": (762_548_928, 763_691_712, 763_507_392, 762_585_792, 757_016_064),
 }
-"""Parameters of FIRST, as in checkpoints of version 0.1.0."""
+"""Parameter counts of FIRST, as in checkpoints of version 0.1.0."""
 
 
 def config_of(size, model):
@@ -36,7 +36,7 @@ def config_of(size, model):
 
 
 def without_values(config):
-    """A model that nobody fills: most of the time on the meta device goes into starting values."""
+    """Build a model without initial values, which take most of the time on the meta device."""
     left_alone = dict.fromkeys(("normal_", "uniform_", "fill_", "zero_", "copy_"), lambda x, *a, **k: x)
     with torch.device("meta"), patch.multiple(torch.Tensor, **left_alone):
         return build_model(config)
@@ -49,7 +49,8 @@ def parameters(size, model):
 
 @pytest.mark.parametrize("size", ["170m", *(pytest.param(s, marks=pytest.mark.thorough) for s in SIZES if s != "170m")])
 def test_all_models_of_a_size_have_equally_many_parameters(size):
-    """Within one percent of the Transformer's, as far as widths of 64 go, and that within one of the size's name."""
+    """Counts are within one percent of the Transformer's, with MLP widths in multiples of 64. The Transformer's count
+    is within one percent of the size's name."""
     assert {path.stem for path in (CONFIGS / size).glob("*.yaml")} == {"size", *PATTERNS}
     name = float(size[:-1]) * {"m": 1e6, "b": 1e9}[size[-1]]
     one = parameters(size, "transformer")
@@ -65,8 +66,8 @@ def without_embedding(config):
 
 
 def test_all_models_of_the_tiny_study_have_equally_many_parameters():
-    """1 to 2 million without the embedding, which all share; within one percent of the Transformer's."""
-    # In this size alone:
+    """Models have 1 to 2 million parameters without the shared embedding, within one percent of the Transformer's."""
+    # Models that only this size has:
     patterns = PATTERNS | {"omeganet": ["lmm"], "lmm_grm": ["lmm"], "mac_grm": ["mac"], "hope": ["hope"]}
     assert {path.stem for path in (CONFIGS / "tiny").glob("*.yaml")} == {"size", *patterns}
     configs = {model: config_of("tiny", model) for model in patterns}

@@ -41,7 +41,7 @@ def build(variant, **changes):
 
 
 def train(model, steps=20):
-    """Sequences whose second half repeats the first: something for a memory to learn."""
+    """Train on sequences whose second half repeats the first, which a memory can learn."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     for step in range(steps):
         half = torch.randint(0, VOCABULARY, (4, 64), generator=torch.Generator().manual_seed(step))
@@ -55,7 +55,7 @@ def train(model, steps=20):
 
 @torch.no_grad()
 def largest_norms(model, tokens, piece=PIECE):
-    """The largest Frobenius norm of any weight or momentum matrix after each piece of the stream ``tokens`` (T,)."""
+    """Largest Frobenius norm of any weight or momentum matrix after each piece of the stream ``tokens`` (T,)."""
     state, norms = None, []
     for ids in tokens.split(piece):
         logits, state = model(ids[None], state)
@@ -74,7 +74,7 @@ def check(model, length):
     model = model.bfloat16().eval()
     tokens = torch.randint(0, VOCABULARY, (length,), generator=torch.Generator().manual_seed(1))
     norms = largest_norms(model, tokens)
-    # No growth: weights never leave the scale that they started at, early or late.
+    # Weights do not grow: they keep their initial scale, early and late.
     assert max(norms) < 3 * start_norm(model), norms
 
 
@@ -98,9 +98,11 @@ def test_a_hundred_thousand_random_tokens(variant, trained):
     ("constant", "start"), ("constant", "zero"), ("alternating", "start"), ("one long repetition", "start"),
 ])  # fmt: skip
 def test_hostile_streams(variant, stream, forget_to):
-    """One token for ever leaves nothing to learn, so forgetting to zero shrinks the weights until the LayerNorm's eps
-    counts; then a step throws them far out. It ends there (u is at most of the order 1 / sqrt(eps)), and they shrink
-    again. Forgetting to the start keeps them where they were.
+    """Weights stay bounded when a stream repeats.
+
+    One token for ever leaves nothing to learn. Forgetting to zero then shrinks the weights until the LayerNorm's eps
+    matters, and one step makes them large. They grow no further (u is at most of the order 1 / sqrt(eps)) and shrink
+    again. Forgetting to the start keeps them constant.
     """
     period = {"constant": 1, "alternating": 2, "one long repetition": 40}[stream]
     model = build(variant, forget_to=forget_to).bfloat16().eval()
@@ -113,7 +115,7 @@ def test_hostile_streams(variant, stream, forget_to):
 @pytest.mark.parametrize("same_key", [False, True])
 @pytest.mark.parametrize("chunk", [16, 64])
 def test_huge_values_stay_finite(scale, same_key, chunk):
-    """Values far beyond what a normalised model makes, at the largest gates that the layer allows."""
+    """Values are far larger than a normalised model's, and gates are the largest that the layer allows."""
     gen = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 2000, 2, 16, generator=gen) for _ in range(3))
     if same_key:

@@ -1,4 +1,4 @@
-"""Rows of the embedding and the head that stand for no token: they count nowhere."""
+"""Rows of the embedding and the head that stand for no token have no effect."""
 
 import math
 
@@ -58,7 +58,7 @@ def test_the_plan_counts_what_is_computed():
 
 @pytest.fixture(params=[{}, {"tie_embeddings": False}, {"vocab_size": 200}], ids=str)
 def pair(request):
-    """A model of exactly 37 entries, and one with more rows that has its weights; the added rows are made loud."""
+    """A model with exactly 37 entries, and one with the same weights and more rows, which are set to 9."""
     torch.manual_seed(0)
     changes = {"vocab_size": 37} | request.param
     exact = build_model(settings(**changes | {"vocab_size": 37, "vocab_multiple": 1})).double()
@@ -95,17 +95,17 @@ def test_loss_and_gradients(pair, z_loss, part, monkeypatch):
 @pytest.mark.parametrize("z_loss", [0.0, 0.1])
 @pytest.mark.usefixtures("interpreter")
 def test_the_fused_head(pair, z_loss, monkeypatch):
-    """liger-kernel's, in Triton's interpreter."""
+    """The fused head is liger-kernel's, in Triton's interpreter."""
     exact, padded = (model.float() for model in pair)
     ids = torch.randint(0, 37, (3, 22), generator=torch.Generator().manual_seed(0))
     expected = NextTokenLoss(exact, z_loss=z_loss)(ids, None)
     monkeypatch.setattr(NextTokenLoss, "_fused", lambda self, x: True)
-    monkeypatch.setattr(NextTokenLoss, "_losses", None)  # nobody asks for it
+    monkeypatch.setattr(NextTokenLoss, "_losses", None)  # must not be called
     check(exact, padded, expected, NextTokenLoss(padded, z_loss=z_loss)(ids, None))
 
 
 def check(exact, padded, expected, found):
-    """The same loss and gradients, and none for the rows that stand for no token."""
+    """Assert equal losses and gradients, and no gradient for rows that stand for no token."""
     torch.testing.assert_close(found, expected)
     assert 0.5 * math.log(37) < expected.item() < 2 * math.log(37)
     expected.backward()

@@ -1,4 +1,4 @@
-"""Layers side by side: order, refusals, and streams on a GPU. That every mixer computes the same: test_baselines."""
+"""Layers side by side: order, refusals, and streams on a GPU. test_baselines checks every mixer's results."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ def test_what_does_not_go_with_it_is_refused(tiny, settings, message):
 
 
 def test_a_diagonal_starts_with_its_last_layer():
-    """A layer then waits in its stream for no more than its input, which is all that the layer before was given."""
+    """In its stream a layer then waits only for its input, the last work given to the layer before."""
     calls = []
 
     def run(layer, x, state, documents):

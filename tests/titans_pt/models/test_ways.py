@@ -1,4 +1,4 @@
-"""Ways put on a backbone from outside: in one order, and off again."""
+"""Ways are put on a backbone from outside, in a fixed order, and removed again."""
 
 import copy
 
@@ -19,11 +19,11 @@ def watched(name, seen, takes=False):
 @torch.no_grad()
 @pytest.mark.parametrize("mixer", ["lmm", "rmt"])
 def test_ways_lie_in_each_other_in_one_order(mixer):
-    """RMT's own is outside of all others, which get its segments of 8 tokens with 3 of memory before and behind."""
+    """RMT's own way is outside all others, which get segments of 8 tokens with 3 memory tokens on either side."""
     model, seen = small_model([mixer]), []
     ids = torch.randint(0, 50, (2, 16))
     expected, _ = model(ids)
-    for name in ("context", "compiled", "wavefront"):  # the order in which they are put on does not count
+    for name in ("context", "compiled", "wavefront"):  # the order of these calls has no effect
         model.blocks.put_on(name, watched(name, seen))
     found, _ = copy.deepcopy(model)(ids)
     assert torch.equal(found, expected)

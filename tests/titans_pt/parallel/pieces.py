@@ -1,9 +1,9 @@
-"""Models whose sequences context ranks share, and whose heads tensor ranks share, against the same models in one
+"""Models whose sequences are split over context ranks, and heads over tensor ranks, against the same models in one
 process, in float64.
 
     torchrun --nproc_per_node 6 -m tests.titans_pt.parallel.pieces TENSOR CONTEXT MIXER ...
 
-A mixer named NAME+CHANGE is one with another memory; see CHANGES.
+A mixer named NAME+CHANGE has another memory; see CHANGES.
 The first rank prints {mixer: the largest difference of logits and gradients} as JSON.
 """
 
@@ -22,12 +22,15 @@ CHANGES = {
     "omega": {"rule": "omega", "omega": {"window": 6}},
     "muon": {"rule": "muon"},
 }
-"""Settings of the memory: cached memories, a window longer than a chunk in the state, steps at chunk ends."""
+"""Settings of the memory: cached memories, a state with a window longer than a chunk, steps at chunk ends."""
 STARTS = ((0, 9, 10, 30), (13, 14))
 
 
 def difference(mixer: str, grid: Topology) -> float:
-    """Difference of this rank's logits and of the gradients summed over context ranks; documents, recomputation."""
+    """Largest difference over ranks of logits, and of gradients summed over context ranks.
+
+    The test uses documents and activation checkpointing.
+    """
     name, _, change = mixer.partition("+")
     memory = {"memory": {"chunk_size": 4, "expansion": 2} | CHANGES[change]} if change else {}
     model = small_model([name], **memory).train()

@@ -1,4 +1,4 @@
-"""Ranks that share each sequence compute what one computes; what cannot be shared is refused."""
+"""Context ranks compute the same as one rank; settings that cannot be split are refused."""
 
 import json
 
@@ -32,7 +32,7 @@ EVERY = [*(name for name in NAMES if name != "rmt"), "lmm+caching", "lmm+omega",
     ids=["alone", "some sharing heads", "all sharing heads"],
 )
 def test_mixers_hand_their_states_on(tensor, names):
-    """From rank to rank of three, each of them alone or two that share the heads."""
+    """States pass along three context ranks, each of one process or of two that share the heads."""
     ranks = 3 * tensor
     result = run_forked(ranks, "tests.titans_pt.parallel.pieces", str(tensor), "3", *names, timeout=1200)
     assert result.returncode == 0, result.stderr[-4000:]

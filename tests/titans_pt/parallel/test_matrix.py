@@ -1,5 +1,5 @@
-"""Real processes, gloo: the same losses and gradient norms under every tensor x context x data x ZeRO stage, and after
-resumes."""
+"""Real processes with gloo give the same losses and gradient norms under every tensor x context x data x ZeRO stage,
+and after resumes."""
 
 import pytest
 
@@ -19,7 +19,7 @@ def check(differences):
 
 
 def test_two_tensor_ranks_two_context_ranks_and_two_resumes_train_as_one_process(config, tmp_path):
-    """All of it in little: 20 steps under tensor parallelism, and 20 under three combinations in turn."""
+    """A small version of all tests: 20 steps under tensor parallelism, and 20 under three combinations in turn."""
     on_the_way = [
         ((2, 1, 1, 1), 7, ["train.wavefront=6"]), ((1, 1, 2, 3), 14, []),
         ((1, 2, 1, 2), 20, ["train.activation_checkpointing=true"]),
@@ -30,9 +30,9 @@ def test_two_tensor_ranks_two_context_ranks_and_two_resumes_train_as_one_process
     check({name: matrix.difference(tmp_path / name, tmp_path / "whole") for name in ("split", "changed")})
 
 
-@pytest.mark.slow  # three starts of processes; test_split.py, test_shards.py and test_transfer.py hold each part of it
+@pytest.mark.slow  # three starts of processes; test_split.py, test_shards.py and test_transfer.py test the parts
 def test_rows_that_tensor_ranks_do_not_divide(config, tmp_path):
-    """A run of 289 rows for 288 tokens in one process goes on at tensor=2, from whole tensors and from shards."""
+    """A run with 289 rows for 288 tokens in one process continues at tensor=2, from whole tensors and from shards."""
     odd = ["model.vocab_multiple=17"]
     jobs = {
         "whole": ("lmm", matrix.REFERENCE, odd), "changed@8": ("lmm", matrix.REFERENCE, [*odd, "train.stop_at=8"]),

@@ -1,6 +1,6 @@
-"""A model cut over the ranks of a tensor group is the same model: outputs, loss and every gradient, in float64.
+"""A model split over tensor ranks is the same model: outputs, loss and every gradient, in float64.
 
-Ranks are threads of this process here: the exchanges are those of torch.distributed, the rest is the real thing.
+The ranks are threads of this process. Only the collectives of torch.distributed are imitated; all else is real.
 """
 
 import re
@@ -25,7 +25,7 @@ T = 24
 
 
 class ThreadGroup(RankGroup):
-    """A rank that is a thread; ``shared`` is (a list with one entry per rank, a barrier)."""
+    """A rank in a thread; ``shared`` is (a list with one entry per rank, a barrier)."""
 
     def __init__(self, rank, size, shared):
         super().__init__(rank, size)
@@ -50,7 +50,7 @@ class ThreadGroup(RankGroup):
 
 
 def on_ranks(size, work):
-    """[work(group) of every rank]; the first exception of any."""
+    """Return [work(group) for every rank], or raise the first exception of any rank."""
     shared, results, errors = ([None] * size, threading.Barrier(size, timeout=60)), [None] * size, []
 
     def rank(n):
@@ -81,14 +81,14 @@ def config(mixers, **changes):
 
 @pytest.fixture(autouse=True)
 def built_one_by_one(monkeypatch):
-    """Threads share torch's generator: each model is built under a lock, from the same seed."""
+    """Build each model under a lock, from the same seed: threads share torch's generator."""
     lock = threading.Lock()
 
     def build(settings):
         with lock:
             torch.manual_seed(0)
             model = build_model(settings).double()
-            with torch.no_grad():  # gates and norms away from their symmetric start
+            with torch.no_grad():  # move gates and norms away from their symmetric start
                 for p in model.parameters():
                     p.add_(0.05 * torch.randn_like(p))
             return model
@@ -97,7 +97,7 @@ def built_one_by_one(monkeypatch):
 
 
 class Fp64Loss(NextTokenLoss):
-    """The loss without its step to fp32."""
+    """The loss without the conversion to fp32."""
 
     def forward(self, ids, reset):
         logits, _ = self.model(ids[:, :-1], reset=reset)
@@ -153,7 +153,7 @@ def test_four_ranks_documents_and_checkpointing(mixers):
 
 @pytest.mark.parametrize("mixers", [["attention", "mag"], ["mac"], ["mal", "swa"], ["liza"]], ids=str)
 def test_shared_heads_and_biases(mixers):
-    """Four query heads share two key heads: with two ranks each rank has one key head."""
+    """Four query heads share two key heads: each of two ranks has one key head."""
     attention = {"kv_heads": 2, "bias": True, "sinks": 2} | ({"head_width": 10} if "mal" in mixers else {})
     shapes = check(config(mixers, attention=attention, liza={"cross_gate": True}), sequence="liza" in mixers)
     assert shapes["blocks.0.mixer.attention.k.weight"] == (attention.get("head_width", 8), 32)
@@ -169,7 +169,7 @@ def test_a_memory_beside_attention(join):
 
 @pytest.mark.parametrize("mixers", [["mab"], ["mac", "mag"], ["mal", "lmm"]], ids=str)
 def test_adapters(mixers):
-    """A layer that is cut along its outputs has B cut; along its inputs, A."""
+    """A layer split along its outputs has a split B; a layer split along its inputs, a split A."""
     lora = {"rank": 3, "layers": ["*.mixer.*", "*.mlp.*"]}
     shapes = check(config(mixers, lora=lora, attention={"kv_heads": 2, "bias": True}), sequence=True)
     mlp = {
@@ -184,7 +184,7 @@ def test_adapters(mixers):
     {"vocab_multiple": 3, "vocab_size": 10},
 ], ids=str)  # fmt: skip
 def test_a_vocabulary_that_the_ranks_do_not_divide(vocabulary, tie):
-    """5 rows on 4 ranks: the last has none at all."""
+    """With 5 rows on 4 ranks, the last rank has no row."""
     check(config(["swa"], tie_embeddings=tie, **vocabulary), size=4, z_loss=0.1)
 
 

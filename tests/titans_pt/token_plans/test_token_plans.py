@@ -1,4 +1,4 @@
-"""Generation's prepared way through a block: taken where it serves, and the ordinary way's results."""
+"""Generation's prepared fast path through a block: it is taken if it serves, and gives the ordinary path's results."""
 
 import copy
 import gc
@@ -82,7 +82,7 @@ def ids(rows=2, seed=0):
 
 
 def token_by_token(model, begin=5, rows=2):
-    """Logits of the tokens from ``begin`` on, each read by itself."""
+    """Logits of the tokens from ``begin`` on, each read in a separate call, and the last state."""
     tokens = ids(rows)
     _, state = model(tokens[:, :begin])
     made = []
@@ -94,7 +94,7 @@ def token_by_token(model, begin=5, rows=2):
 
 @pytest.fixture
 def taken(monkeypatch):
-    """Whether each call of a half of a block by one token went by a plan."""
+    """List of single-token calls of a block's halves: (name of the half, whether a plan served it)."""
     calls, ordinary = [], token_plan.through_plan
 
     def watched(owner, parts, make, x, state):
@@ -112,7 +112,7 @@ def taken(monkeypatch):
 def test_it_is_the_ordinary_way(form, taken):
     model = small(*FORMS[form])
     ours, end = token_by_token(model)
-    alone = T - 5 - 6 * (form == "rmt")  # the first and last of a segment come with memory tokens
+    alone = T - 5 - 6 * (form == "rmt")  # a segment's first and last token come with memory tokens
     assert len(taken) == 2 * 2 * alone and all(served for _, served in taken)
     for block in model.blocks:
         block.mixer.register_forward_hook(lambda *_: None)
@@ -132,8 +132,8 @@ def test_it_is_the_ordinary_way(form, taken):
 
 @torch.no_grad()
 def test_rows_at_different_places(taken):
-    """A document that begins inside the prompt of one row: chunks do not begin together, windows are not equally full.
-    Where attention must hide keys, or segments differ, the ordinary way is taken."""
+    """A document begins inside one row's prompt: the rows' chunks begin at different tokens, and their windows have
+    different lengths. If attention must mask keys, or segments differ, the ordinary path is taken."""
     for name, halves in (("lmm", {True}), ("mag", {False}), ("mac", {False})):
         model, reset = small(*FORMS[name]), torch.zeros(2, T, dtype=torch.bool)
         reset[1, 3] = True
@@ -150,7 +150,7 @@ def test_rows_at_different_places(taken):
 @pytest.mark.parametrize("name", ["lmm", "mag", "mac", "swa"])
 @pytest.mark.parametrize("row", [0, 1])
 def test_a_row_taken_from_rows_at_different_places(name, row):
-    """It goes on as in the batch: what the other rows alone saw is not its own."""
+    """The row continues as in the batch, without anything that only the other rows saw."""
     model, reset = small(*FORMS[name]), torch.zeros(2, T, dtype=torch.bool)
     reset[1, 3] = True
     whole, _ = model(ids(), reset=reset)
@@ -180,7 +180,7 @@ def test_a_state_is_left_as_it_is(name):
 
 @torch.no_grad()
 def test_it_follows_the_weights(taken):
-    """Changed in place, by .data, by another Parameter, by a copy of the model."""
+    """Weights are changed in place, by .data, by another Parameter and by a copy of the model."""
     model, other = small(*FORMS["mac"]), small(*FORMS["mac"], seed=1)
     token_by_token(model)
     expected, _ = token_by_token(other)
@@ -228,7 +228,7 @@ def test_threads_share_a_model():
 
 
 class Louder(LMM):
-    """Goes another way than the plan that it inherits."""
+    """A mixer whose forward pass differs from the plan that it inherits."""
 
     def forward(self, x, state=None, documents=None):
         y, state = super().forward(x, state, documents)
@@ -240,7 +240,7 @@ class Wider(RMSNorm):
 
 
 class Plain(torch.nn.Module):
-    """Values with another sign."""
+    """A module that flips the sign of the values."""
 
     def __init__(self, inner):
         super().__init__()
@@ -292,7 +292,7 @@ def test_what_stands_in_another_place_is_not_passed_by(change, taken):
 def test_large_halves_are_left_to_pytorchs_threads(monkeypatch, taken):
     model, threads = small(*FORMS["lmm"]), torch.get_num_threads()
     expected = model(ids())[0][:, 5:]
-    few = sum(p.numel() for p in model.blocks[0].mlp.parameters()) + 16  # and the norm's
+    few = sum(p.numel() for p in model.blocks[0].mlp.parameters()) + 16  # 16 of the norm
     monkeypatch.setattr(token_plan, "MOST_FOR_ONE_THREAD", 2 * few)
     try:
         for count in (1, 2):
@@ -307,7 +307,7 @@ def test_large_halves_are_left_to_pytorchs_threads(monkeypatch, taken):
 
 @torch.no_grad()
 def test_a_foreign_state_is_the_ordinary_ways_error(taken):
-    """C would read what is not there."""
+    """C would read invalid memory."""
     for name in ("lmm", "mac", "swa"):
         model, other = small(*FORMS[name]), small(name, dict(FORMS[name][1]) | {"d_model": 32})
         _, state = other(ids()[:, :5])
@@ -362,7 +362,7 @@ def test_who_generates_puts_them_on(taken):
 
 @torch.no_grad()
 def test_a_mixer_from_elsewhere_brings_its_own(taken):
-    """Found by its class, and by those derived from it that go its way."""
+    """A plan is found by the mixer's class, and by derived classes with the same forward pass."""
 
     class Strange(LMM):
         name = "strange"
@@ -377,7 +377,7 @@ def test_a_mixer_from_elsewhere_brings_its_own(taken):
     assert planner_of(Strange) is None
     planner = plans(Strange)(lambda mixer, x, term: lmm_plan(mixer, x, term))
     assert planner_of(type("Derived", (Strange,), {})) is planner
-    model.blocks[0].mixer = copy.deepcopy(model.blocks[0].mixer)  # another module: its plan is sought again
+    model.blocks[0].mixer = copy.deepcopy(model.blocks[0].mixer)  # another module: its plan is looked up again
     taken.clear()
     torch.testing.assert_close(token_by_token(model)[0], expected, rtol=0, atol=1e-11)
     assert {served for _, served in taken} == {True}
@@ -386,7 +386,7 @@ def test_a_mixer_from_elsewhere_brings_its_own(taken):
 @torch.no_grad()
 @pytest.mark.parametrize(("mixer", "others"), [("mac", {"lmm", "mal"}), ("swa", {"memory", "mac"})])
 def test_exported_files_have_the_plans_of_their_mixers(mixer, others, tmp_path, monkeypatch):
-    """And no others'; there they serve as here."""
+    """Exported files have no other mixers' plans, and the plans serve there as they do here."""
     files = source_files(small(*FORMS[mixer]).config)
     plan = {"mac": "mac", "swa": "attention"}[mixer]
     assert f"titans_pt_token_plans_{plan}.py" in files
@@ -405,5 +405,5 @@ def test_exported_files_have_the_plans_of_their_mixers(mixer, others, tmp_path, 
     ordinary = blocks.through_plan
     monkeypatch.setattr(blocks, "through_plan", lambda *given: served.append(ordinary(*given)) or served[-1])
     torch.testing.assert_close(token_by_token(theirs)[0], token_by_token(model)[0], rtol=0, atol=1e-11)
-    alone = served[2:]  # without the prompt's
+    alone = served[2:]  # without the prompt's calls
     assert len(alone) == 2 * 2 * (T - 5) and all(found is not None for found in alone)

@@ -1,4 +1,4 @@
-"""Random calls of the memory, run by one backend and by another."""
+"""Random calls of the memory, and the comparison of two backends on them."""
 
 from dataclasses import dataclass
 
@@ -15,8 +15,11 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 @dataclass(frozen=True)
 class Case:
-    """One call; initial: from a state cut inside a chunk. extremes: a third of the gates are exactly 0 or 1. decode:
-    without gradients, for which few tokens take the kernel of step.py."""
+    """One call of the memory.
+
+    initial: start from a state cut inside a chunk. extremes: a third of the gates are exactly 0 or 1. decode: no
+    gradients; then few tokens use the kernel of step.py.
+    """
 
     T: int
     C: int = 16
@@ -39,7 +42,7 @@ class Case:
 
 
 def inputs(case: Case) -> tuple[list[Tensor], dict]:
-    """Leaves (q, k, v, gates, weights, LayerNorm, state) and options for :func:`run`. Steps are small: stable."""
+    """Leaves (q, k, v, gates, weights, LayerNorm, state) and options for :func:`run`. Small steps keep it stable."""
     draw = torch.Generator().manual_seed(0)
 
     def rand(*shape):
@@ -82,10 +85,10 @@ def arguments(case: Case) -> tuple[tuple, dict]:
 def run(
     case: Case, backend: str, dtype: torch.dtype | None = None, rounded: int | None = None
 ) -> tuple[list[Tensor], list[Tensor], Tensor]:
-    """Outputs without the residual and final state, gradients of a random weighting of all of them (of a case that
-    decodes one zero), final offset.
+    """Outputs without the residual and final state, gradients of a random weighting of all of them (a single zero if
+    the case decodes), final offset.
 
-    dtype: of all inputs and the arithmetic, in place of the case's. rounded: number of a draw of :func:`rounding`.
+    dtype: dtype of all inputs and the arithmetic, in place of the case's. rounded: seed of :func:`rounding`.
     """
     leaves, options = inputs(case)
     depth = case.depth
@@ -119,7 +122,7 @@ def run(
 
 
 def rounding(case: Case, leaves: list[Tensor], seed: int) -> list[Tensor]:
-    """All leaves but the gates (fp32 in the kernels) changed by at most a rounding to the case's dtype, at random."""
+    """Change all leaves at random by at most the case dtype's rounding, except the gates (fp32 in the kernels)."""
     draw = torch.Generator().manual_seed(100 + seed)
     half = torch.finfo(case.dtype).eps / 2
     changed = []
@@ -135,20 +138,21 @@ def error(a: Tensor, b: Tensor) -> float:
 
 
 FLOORS = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 1e-2}
-"""The least that a limit may be, by dtype: the kernels round more than their inputs, activations above all. Twice as
-much for the gradients of eta and alpha, small differences of large sums; ten times for alpha's in half precision where
-it scales the last matrix under a LayerNorm, which hardly sees that (see :func:`limits`)."""
+"""Smallest limit by dtype: the kernels round more than their inputs, above all activations. :func:`limits` doubles it
+for the gradients of eta and alpha, which are small differences of large sums. In half precision it takes ten times the
+floor for alpha's gradient where alpha scales the last matrix under a LayerNorm, which hardly depends on the scale."""
 DRAWS = {torch.float32: 1, torch.float16: 3, torch.bfloat16: 3}
-"""Draws of roundings; in fp32 they only tell whether a case diverges."""
+"""Number of draws of rounding errors; in fp32 they only tell whether a case diverges."""
 
 
 def limits(case: Case, exact: tuple[list[Tensor], list[Tensor], Tensor]) -> tuple[list[float], list[float]]:
-    """Largest allowed errors of results and gradients, relative to their norm: three times as far as ``exact``, the
-    oracle's, move in float64 when inputs, weights and returned values are rounded to the case's dtype (the most of some
-    draws).
+    """Largest allowed errors of results and gradients, relative to their norm.
+
+    A limit is three times the change of ``exact``, the oracle's results in float64, when inputs, weights and returned
+    values are rounded to the case's dtype (the largest change over some draws).
 
     Raises:
-        AssertionError: they move by more than a tenth: in such a case right kernels and wrong ones look alike.
+        AssertionError: they change by more than a tenth: such a case cannot tell right kernels from wrong ones.
     """
     found = []
     for part, name in enumerate(("result", "gradient")):
@@ -166,7 +170,7 @@ def limits(case: Case, exact: tuple[list[Tensor], list[Tensor], Tensor]) -> tupl
 
 
 def assert_equal(case: Case, oracle: str = "chunked"):
-    """The kernels against an oracle in float64: outputs, final state and every gradient within :func:`limits`."""
+    """Compare the kernels with an oracle in float64: outputs, final state, all gradients within :func:`limits`."""
     reason = unserved(case.dtype, inputs(case)[1]["network"], case.C, device=torch.device(DEVICE))
     if reason is not None:
         pytest.skip(reason)

@@ -1,6 +1,8 @@
-"""Compiles kernels for sm_90a without a GPU and prints what ptxas says of each, one JSON object a line.
+"""Compile kernels for sm_90a without a GPU and print what ptxas reports, one JSON object per line.
 
-A program of its own: Triton decides once whether it interprets.    python compile_offline.py '[{"kernel": "scan"}]'
+A separate program, because Triton decides once per process whether to interpret.
+
+    python compile_offline.py '[{"kernel": "scan"}]'
 """
 
 import json
@@ -51,14 +53,15 @@ KINDS = {
     "fp32": "FADD|FMUL|FFMA|FSEL|FSETP|FMNMX|F2F|FCHK", "packed halves": "HADD2|HMUL2|HFMA2|F2FP|HMNMX2",
     "shuffles": "SHFL",
 }  # fmt: skip
-"""Kinds of machine instructions, by how their names begin; the rest is "other": integers, moves, branches."""
+"""Kinds of machine instructions, by the beginning of their names; all others (integers, moves, branches) are "other".
+"""
 
 
 def instructions(cubin: bytes, trips: list[int]) -> dict[str, float]:
     """Instructions that a warp executes, by kind (KINDS) and in "all", and the "span" of each loop nest.
 
-    trips: how often loops repeat, by depth: [1, 4] counts one repetition of the outer loops and four of those inside
-    them. What stands outside all loops counts once if the first number is above one, else not at all.
+    trips: number of repetitions of loops, by depth. [1, 4] counts one repetition of outer loops and four of the loops
+    inside them. Code outside all loops counts once if the first number is above one, else not at all.
     """
     with tempfile.NamedTemporaryFile("wb", suffix=".cubin") as file:
         file.write(cubin)
@@ -85,11 +88,11 @@ def instructions(cubin: bytes, trips: list[int]) -> dict[str, float]:
 
 
 class Allocated(Exception):
-    """Shared memory has been allocated: its bytes."""
+    """Raised once shared memory is allocated; the argument is its size in bytes."""
 
 
 class Compiler(CUDABackend):
-    """Triton's, or as much of it as tells the shared memory."""
+    """Triton's CUDA compiler, which can stop as soon as the shared memory is known."""
 
     until_shared = False
 
@@ -109,10 +112,10 @@ backends["nvidia"] = replace(backends["nvidia"], compiler=Compiler)
 def resources(
     kernel: str, D=64, expansion=2, C=64, depth=2, dtype="bf16", gates=1, forget_to="zero", **changed
 ) -> dict:
-    """registers and spills (bytes) of a thread, shared memory (bytes) of a program.
+    """Registers and spills (bytes) per thread, shared memory (bytes) per program.
 
-    changed: slice, warps; plain, without LayerNorm and residual but with resets; trips, for the counts of
-    :func:`instructions`; only="shared", a third of the time.
+    changed: slice, warps; plain: no LayerNorm and residual, but resets; trips: see :func:`instructions`;
+    only="shared": only the shared memory, in a third of the time.
     """
     Compiler.until_shared = changed.get("only") == "shared"
     function = FUNCTIONS[kernel]

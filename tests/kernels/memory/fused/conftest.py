@@ -11,7 +11,7 @@ def _interpreted(interpreter):
 
 @pytest.fixture(autouse=True)
 def _nan_where_nothing_was_written():
-    """torch.empty is full of NaN: a place that no kernel writes shows."""
+    """Fill torch.empty with NaN, so that entries that no kernel writes show."""
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     assert torch.utils.deterministic.fill_uninitialized_memory and torch.empty(1).isnan()

@@ -1,5 +1,5 @@
-"""The pinned configurations compile for a Hopper GPU: they fit its shared memory, and its registers as far as the table
-of spills says they do, for the versions of Triton that it was measured with."""
+"""The pinned configurations compile for a Hopper GPU and fit its shared memory. They spill no more registers than the
+table SPILLS says, for the versions of Triton that it was measured with."""
 
 import json
 import os
@@ -28,8 +28,8 @@ SPILLS = {
         "read_backward": {64: 520}, "scan_backward": {64: 1200}, "chunk_gradients": {64: 0}, "step": {64: 0},
     },
 }  # fmt: skip
-"""Bytes a thread that the compiler may fail to keep in registers, by Triton's version, kernel and D: bf16, L = 2,
-hidden 2 D, both forms of forgetting, all chunks. Each figure a little above what was measured (docs/notebook.md)."""
+"""Largest allowed spills in bytes per thread, by Triton's version, kernel and D: bf16, L = 2, hidden size 2 D, both
+forms of forgetting, all chunks. Each figure is a little above the measured one (docs/notebook.md)."""
 
 
 def compiled(cases: list[dict]) -> list[dict]:
@@ -40,7 +40,7 @@ def compiled(cases: list[dict]) -> list[dict]:
 
 
 def allowed(version: str, kernel: str, D: int) -> int | None:
-    """Spills that SPILLS allows; None where nobody measured."""
+    """Spills that SPILLS allows, in bytes per thread; None if they were not measured."""
     figures = SPILLS.get(".".join(version.split(".")[:2]), {}).get(kernel)
     return figures.get(D) if isinstance(figures, dict) else figures
 
@@ -75,11 +75,14 @@ def test_many_chunks_in_a_block():
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_each_activation_is_evaluated_by_one_thread():
-    """Two special functions for each value of a block that a thread has, 32 in the scans and 64 in the reads, and for
-    each evaluation: activation and slope in the scan, the first of which two threads hold; slope and curvature, which
-    share theirs, and slope once more in its backward pass; the activation in read, the slope too in its backward pass.
-    With chunks of 16 no evaluation is held twice. Up to eight are LayerNorms'. Without functions.once there would be up
-    to eight times as many."""
+    """An evaluation takes two special functions for each value of a block that a thread has: 32 values in the scans,
+    64 in the reads.
+
+    The scan evaluates activation and slope; two threads hold the activation. Its backward pass evaluates slope and
+    curvature, which share their special functions, and the slope once more. The read evaluates the activation, its
+    backward pass also the slope. With chunks of 16 no evaluation is held twice. Up to eight special functions belong
+    to LayerNorms. Without functions.once there would be up to eight times as many.
+    """
     needed = {("scan", 64): 3 * 64, ("scan_backward", 64): 2 * 64, ("read", 64): 128, ("read_backward", 64): 2 * 128,
               ("scan", 16): 2 * 64, ("scan_backward", 16): 2 * 64}  # fmt: skip
     cases = []
@@ -111,9 +114,11 @@ def test_every_small_chunk(kernel, D, C):
 
 
 def shapes(D: int, depth: int, dtype: str) -> list[dict]:
-    """Shapes that the dispatcher accepts, without those that only change how often loops repeat: chunks of 2 to 8 (as
-    those of 1 and 16), of more than 64 (as 64), and most hidden widths. length: of a short call, whose blocks are
-    smaller."""
+    """Shapes that the dispatcher accepts, except shapes that only change the number of loop repetitions.
+
+    The exceptions: chunks of 2 to 8 (compile like 1 and 16), of more than 64 (like 64), and most hidden sizes.
+    length: tokens of a short call, whose blocks are smaller.
+    """
     own = {"D": D, "depth": depth, "dtype": dtype}
     read = [{"kernel": kernel, "plain": plain} for kernel in ("read", "read_backward") for plain in (False, True)]
     write = [{"kernel": kernel, "C": C} for kernel in ("scan", "scan_backward") for C in (64, 32, 16, 1)]
@@ -136,14 +141,14 @@ def served(shape: dict) -> bool:
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("D", WIDTHS)
 def test_every_shape_that_is_served_fits(D, depth, dtype):
-    """And the table says what the largest needs; one that it refuses does need as much."""
+    """The table NEEDED bounds the largest need of each width; a width that the table refuses really does not fit."""
     own = shapes(D, depth, dtype)
     if not served(own[0]):
         own = [s for s in own if (s["kernel"], s.get("C")) == ("scan_backward", 16)]
     most = max(found["shared"] for found in compiled([s | {"only": "shared"} for s in own]))
     needed = NEEDED[4 if dtype == "fp32" else 2, depth][D]
     assert most <= needed if served(own[0]) else most > SHARED
-    assert most > 0.7 * needed  # nor does it refuse what would fit
+    assert most > 0.7 * needed  # the table does not refuse shapes that would fit
 
 
 @pytest.mark.slow

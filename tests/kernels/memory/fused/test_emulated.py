@@ -1,8 +1,8 @@
-"""The kernels' PTX for Hopper, emulated on the CPU: what Triton's code generation makes of them, and races.
+"""The kernels' PTX for Hopper, emulated on the CPU: tests Triton's code generation, and finds races.
 
-TITANS_PTX_EMULATOR names a program that takes such cases as words ("T=20,C=8,initial"), compiles them for sm_90a,
-emulates what it compiled and exits with 0 if outputs, states and gradients agree with the float64 oracle, and nothing
-raced or left its tensor. It is not part of this repository.
+TITANS_PTX_EMULATOR names a program that is not part of this repository. It takes cases as words ("T=20,C=8,initial"),
+compiles them for sm_90a and emulates the result. It exits with 0 if outputs, states and gradients agree with the
+float64 oracle, without races and accesses outside a tensor.
 """
 
 import os
@@ -26,7 +26,7 @@ pytestmark = [
 
 
 def word(case: Case) -> str:
-    """T=20,C=8,initial=True: the fields that differ from their defaults."""
+    """The case's fields that differ from their defaults, as T=20,C=8,initial=True."""
     changed = {f.name: getattr(case, f.name) for f in fields(Case) if getattr(case, f.name) != f.default}
     return ",".join(f"{name}={WORDS.get(value, value)}" for name, value in changed.items())
 

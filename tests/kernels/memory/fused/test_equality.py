@@ -14,8 +14,10 @@ from tests.kernels.memory.fused.cases import DEVICE, FLOORS, Case, assert_equal,
     ids=lambda dtype: {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}.get(dtype, ""),
 )
 def to_dtype(request):
-    """The case as it is in the interpreter, which multiplies no bf16; on a GPU in each dtype. Roundings to half
-    precision turn a ReLU on or off, which no limit of an error can follow: SiLU takes its place there."""
+    """Return the unchanged case in the interpreter, which cannot multiply bf16; on a GPU, the case in each dtype.
+
+    Rounding to half precision switches a ReLU on or off, which no error limit covers. SiLU replaces ReLU there.
+    """
 
     def made(case: Case) -> Case:
         if request.param is None:

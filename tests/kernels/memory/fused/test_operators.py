@@ -1,4 +1,4 @@
-"""The operators: their schemas and fakes, torch.compile, who serves what, decoding, memory."""
+"""The operators: schemas and fake implementations, torch.compile, the choice of a backend, decoding, memory."""
 
 import warnings
 from dataclasses import replace
@@ -19,7 +19,7 @@ SMALL = Case(T=20, H=1, depth=1)
 
 @pytest.fixture
 def recorded(monkeypatch):
-    """Arguments of the operator in a call of the memory that needs gradients."""
+    """Arguments that the operator gets when a call of the memory needs gradients."""
     calls = []
 
     def record(*given):
@@ -86,12 +86,12 @@ def test_what_falls_back_says_why_once():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert dispatch.chosen(on_gpu(48), "auto") is dispatch.CHUNKED
-        assert dispatch.chosen(on_gpu(32, stale=True), "auto") is dispatch.BLOCKWISE  # never theirs: no warning
+        assert dispatch.chosen(on_gpu(32, stale=True), "auto") is dispatch.BLOCKWISE  # never for Triton: no warning
     assert dispatch.chosen(on_gpu(32), "auto") is dispatch.TRITON
 
 
 def test_what_no_gpu_could_launch_is_refused(monkeypatch):
-    """Two layers in fp32 from a width of 64 on need more shared memory than Hopper has; a smaller GPU has less."""
+    """In fp32, two layers of width 64 or more need more shared memory than Hopper has; a smaller GPU has less."""
     from titans_pt.kernels.memory import dispatch
 
     def reason(dtype, width, layers=2, device="cuda"):
@@ -123,7 +123,7 @@ def test_what_no_gpu_could_launch_is_refused(monkeypatch):
     Case(T=40, H=2, B=2, per_layer=True, forget_to="start"),
 ], ids=str)  # fmt: skip
 def test_decoding_is_the_sequence(case):
-    """Prefill, then pieces of 1, 3, 8 and 5 tokens over a chunk's end, against one call."""
+    """Prefill, then pieces of 1, 3, 8 and 5 tokens across a chunk's end, agree with one call."""
     leaves, options = inputs(case)
     weights = tuple(leaves[6 : 6 + case.depth])
     norm = tuple(leaves[6 + case.depth :]) or None
@@ -152,7 +152,7 @@ def test_few_tokens_take_one_launch(monkeypatch):
 
 
 def test_table_of_blocks():
-    """Two rows: offsets 0 and 5 in chunks of 32, blocks of 16, a reset at token 20 of the second."""
+    """Two rows with offsets 0 and 5 in chunks of 32, blocks of 16, a reset at token 20 of the second row."""
     reset = torch.zeros(2, 40, dtype=torch.bool)
     reset[1, 20] = True
     blocks = layout.count(40, 32, 16, offset=True, resets=1)
@@ -163,8 +163,8 @@ def test_table_of_blocks():
 
 
 def test_table_of_blocks_of_many_chunks():
-    """Chunks of 4, blocks of 16: the rest of a chunk comes alone, and the part that the row's end cuts off comes
-    alone."""
+    """With chunks of 4 and blocks of 16, an incomplete chunk gets its own block: the rest of a chunk, and the part
+    that the row's end cuts off."""
     reset = torch.zeros(2, 40, dtype=torch.bool)
     reset[1, 21] = True
     blocks = layout.count(40, 4, 16, offset=True, resets=1)
@@ -178,8 +178,8 @@ def test_table_of_blocks_of_many_chunks():
 
 @pytest.mark.parametrize("C", [16, 64])
 def test_rows_behind_the_last_token_have_no_error(C, monkeypatch):
-    """A LayerNorm of their zeros would make it hundreds of times as large as others', infinite in fp16 when pulled back
-    through a wide memory, and infinity times a step of zero is NaN."""
+    """A LayerNorm of these rows' zeros would make their error hundreds of times as large as other rows'. Pulled back
+    through a wide memory, it would be infinite in fp16, and infinity times a step of zero is NaN."""
     errors = []
 
     def launch(call, kernel, number, *tensors, **options):
@@ -197,7 +197,7 @@ def test_rows_behind_the_last_token_have_no_error(C, monkeypatch):
 @pytest.mark.thorough
 @pytest.mark.parametrize("save_every", [pytest.param(None, marks=pytest.mark.slow), 3])
 def test_more_resets_allowed_than_there_are(save_every, monkeypatch):
-    """Blocks that no row needs change no bit, though their scratch memory is full of NaN (conftest.py)."""
+    """Unused blocks do not change a bit of the results, though their scratch memory is full of NaN (conftest.py)."""
     case = Case(T=20, B=2, H=1, depth=1, resets=True, initial=True, save_every=save_every)
     (out, grad, _), options = run(case, "triton"), inputs(case)[1]
     monkeypatch.setattr(cases, "neural_memory", partial(neural_memory, max_resets=int(options["reset"].sum()) + 3))
@@ -225,7 +225,7 @@ def test_blocks_of_a_group_follow_the_budget_and_its_formula(monkeypatch):
 
 
 def test_limits_follow_the_case(monkeypatch):
-    """Wide where a rounding of the inputs moves the oracle, narrow elsewhere; a case that diverges shows nothing."""
+    """Limits are wide where rounding the inputs changes the oracle, narrow elsewhere; a diverging case is refused."""
     small = Case(T=30, H=1, depth=1, dtype=torch.bfloat16)
     steep = Case(T=30, H=1, norm=False, dtype=torch.bfloat16)  # its outputs are mostly the residual
     found = [limits(case, run(case, "chunked", torch.float64)) for case in (small, steep)]
@@ -238,7 +238,7 @@ def test_limits_follow_the_case(monkeypatch):
 
 @pytest.mark.gpu
 def test_peak_memory_on_a_gpu():
-    """Forward and backward stay below the docstring's formula, inputs, outputs and gradients aside."""
+    """Forward and backward pass stay below the docstring's formula, without inputs, outputs and gradients."""
     B, T, H, D, h = 4, 4096, 8, 64, 128
     case = Case(T=T, C=64, D=D, B=B, H=H, dtype=torch.bfloat16)
     given, options = arguments(case)
@@ -256,7 +256,7 @@ def test_peak_memory_on_a_gpu():
     call = operators.Call(given[0], given[3].unsqueeze(-1), options["network"], False, None, 64, 0, 0)
     rows, packed = B * H, 2 * D * h
     bound = call.groups * rows * 12 * packed + call.every * rows * call.block_bytes() + rows * (12 + 2) * packed
-    copies = 4 * B * T * H * (8 * D * 4 + 6 * 4)  # q, k, v, out, their gradients, gates and theirs, at most in fp32
+    copies = 4 * B * T * H * (8 * D * 4 + 6 * 4)  # q, k, v, out, gates and all their gradients, at most in fp32
     assert torch.cuda.max_memory_allocated() - start < bound + copies + 5 * rows * 12 * packed
 
 

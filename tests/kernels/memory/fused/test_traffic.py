@@ -9,11 +9,11 @@ from titans_pt.kernels.memory.fused.configurations import block_tokens
 
 
 def scan_bytes(network: NetworkShape, chunk: int, operand: int, to_start: bool) -> dict[str, float]:
-    """Bytes a token and head of a two-layer memory, of long sequences without documents, by kind.
+    """Bytes per token and head by kind, for a two-layer memory and long sequences without documents.
 
-    state: W and S in fp32, read and written once a block. copies: of both as operands, written once a block, for keys
-    and queries. frozen: the weights that the keys of a chunk meet, whose outer matrix is read twice: one set where a
-    chunk fills its blocks, W and S where a block holds several chunks; to_start: M_0 beside each.
+    state: W and S in fp32, read and written once a block. copies: W and S as operands, written once a block, for keys
+    and queries. frozen: the weights to which a chunk's keys are applied; their outer matrix is read twice. This is one
+    set where a chunk fills its blocks, and W and S where a block holds several chunks. to_start adds M_0.
     """
     size, outer = sum(a * b for a, b in network.layers), network.hidden * network.width
     block = block_tokens(chunk)
@@ -41,5 +41,5 @@ def test_bytes_of_the_scan(C, forget_to):
         "frozen": loaded["weights"] + loaded["momenta"] + loaded["begin"],  # in fp32 M_0's operand is M_0, begin
     }
     for kind, count in scan_bytes(NetworkShape(case.D, 2 * case.D), C, 4, forget_to == "start").items():
-        # The set-up of a group of blocks moves a set more.
+        # The set-up of a group of blocks moves one more set.
         assert found[kind] / case.T == pytest.approx(count, rel=0.25), kind

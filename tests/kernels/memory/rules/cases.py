@@ -1,4 +1,4 @@
-"""Random cases of a rule's memory, by the definition and chunkwise."""
+"""Random cases of a rule's memory, computed by the definition and chunkwise."""
 
 import random
 
@@ -11,7 +11,7 @@ T = 17
 
 
 def equals_the_definition(rule, seed: int, backend: str = "chunked", **fixed) -> float:
-    """Largest difference of outputs, final state and all gradients, relative to the larger of 1 and the largest.
+    """Largest difference of outputs, final state and all gradients, each relative to its largest entry (at least 1).
 
     Raises:
         ValueError: the backend does not serve the case.
@@ -24,7 +24,7 @@ def equals_the_definition(rule, seed: int, backend: str = "chunked", **fixed) ->
     } | fixed  # fmt: skip
     tensors, own = given(rule, depth, seed=seed, T=T, D=6, per_layer=seed % 2 == 1)
     if choose.random() < 0.5:
-        rows = 1 if backend == "native" and rule.window > 1 else 2  # C takes windows of rows that are cut alike
+        rows = 1 if backend == "native" and rule.window > 1 else 2  # C needs equal resets in all rows for windows
         reset = torch.rand(rows, T, generator=torch.Generator().manual_seed(seed)) < 0.15
         options["reset"] = reset.expand(2, T)
     (mine, mine_grads), (other, other_grads) = (
@@ -35,7 +35,7 @@ def equals_the_definition(rule, seed: int, backend: str = "chunked", **fixed) ->
 
 
 def cut_difference(rule, cuts: list[int], chunk_size: int, **options) -> float:
-    """Largest difference of outputs and final state between one call and one cut at ``cuts``."""
+    """Largest difference of outputs and final state between one call and the calls cut at ``cuts``."""
     tensors, own = given(rule, 2, T=T, D=6)
     weights, options = tuple(tensors[6:8]), options | {"norm": tuple(tensors[8:]), "rule": rule}
     options |= {"chunk_size": chunk_size, "output_final_state": True}

@@ -1,4 +1,4 @@
-"""Contract of every built-in rule, in each of its forms: the definition by autograd, cuts, its own loss's gradient."""
+"""The contract of every built-in rule in each form: its definition by autograd, cuts, the gradient of its loss."""
 
 import pytest
 import torch
@@ -40,7 +40,7 @@ FORMS = {
 }
 ALL = [(name, form) for name, forms in FORMS.items() for form in forms]
 OTHERS = [each for each in ALL if each[0] not in ("titans", "yaad", "dot")]
-"""Rules that are not served as Titans' own, whose products tests/titans_pt/models/test_flops.py counts."""
+"""Rules not served by Titans' own implementation, whose products tests/titans_pt/models/test_flops.py counts."""
 every_form = pytest.mark.parametrize("name, form", ALL, ids=str)
 every_rule = pytest.mark.parametrize("name", FORMS)
 
@@ -57,7 +57,7 @@ def test_no_rule_is_forgotten():
 @every_form
 @pytest.mark.parametrize("seed", range(2))
 def test_it_equals_the_definition(name, form, seed):
-    # Weights that all but vanish under a LayerNorm are chaos, by definition; logits forgotten to zero are such.
+    # Weights close to zero under a LayerNorm are chaotic by definition; so are logits forgotten to zero.
     fixed = {"forget_to": "start"} if name == "memora" else {}
     assert equals_the_definition(rule_of(name, form), seed, **fixed) < 1e-9
 
@@ -126,7 +126,7 @@ def test_a_model_streams_and_its_state_is_kept_in_a_file(mixer, name, form, tmp_
         second, _ = model(ids[:, 9:], load_state(tmp_path / "state"), reset=reset[:, 9:])
         alone, _ = model(ids[1:, 14:])
     torch.testing.assert_close(torch.cat([first, second], 1), whole, rtol=1e-9, atol=1e-9)
-    if mixer != "mac":  # whose positions go on
+    if mixer != "mac":  # MAC's positions continue
         torch.testing.assert_close(alone[0], whole[1, 14:], rtol=1e-9, atol=1e-9)
     changed = ids.clone()
     changed[:, 12] += 1
@@ -143,13 +143,13 @@ def test_its_products_are_counted(name, form):
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         memory(torch.randn(1, length, 16))
     window = memory.gates.rule.window
-    # The counter also sees the coefficients of a block of c tokens, (c x c) by (c x c + 1), and their product with
-    # the band of a window.
+    # The counter also counts the coefficients of a block of c tokens, (c x c) by (c x c + 1), and their product with
+    # a window's band matrix.
     coefficients = 2 * block * (1 + block)
     if window > 1:
         keys, rows = block + window - 1, 2 if memory.gates.rule.nonlinear else 1 + block
         coefficients += config.depth * 2 * rows * keys
-    if memory.gates.rule.erases:  # once more, of decays alone; it does not see the triangular systems
+    if memory.gates.rule.erases:  # once more, for decays only; triangular systems are not counted
         coefficients = 2 * coefficients - sum(block * d_out for _, d_out in memory.shape.layers)
     counted = memory.flops(length).forward + heads * coefficients
     assert counter.get_total_flops() / length == pytest.approx(counted, rel=1e-12)
@@ -164,7 +164,7 @@ def test_it_is_planned(tiny, name):
 
 @every_rule
 def test_it_starts_as_a_model_of_finite_gradients(name):
-    """512 tokens, the outer gradient of every parameter."""
+    """Check the outer gradient of every parameter on 512 tokens."""
     torch.manual_seed(0)
     model = build_model(small_config(["lmm"], memory={"rule": name}))
     ids = torch.randint(0, 52, (1, 512))
@@ -187,7 +187,7 @@ def test_rules_that_move_the_memory_their_own_way_have_one_alpha(tiny):
     ("memora", {}), ("dgd", {}), ("lact", {}), ("atlas", {"window": 2, "degree": 2}),
 ], ids=str)  # fmt: skip
 def test_it_trains_under_tensor_parallelism_and_zero(tiny, tmp_path, name, form):
-    """Two tensor ranks under ZeRO 2 give the losses of one process; their checkpoint is exported and comes back."""
+    """Two tensor ranks under ZeRO 2 give the losses of one process; their checkpoint is exported and imported."""
     config = tiny(model={"mixers": ["lmm"], "memory": {"rule": name, name: form}})
     run_jobs(1, config, tmp_path, {"one": []})
     run_jobs(2, config, tmp_path, {"two": ["parallel.tensor=2", "parallel.zero_stage=2"]})

@@ -1,4 +1,4 @@
-"""Delta gradient descent by its own definition: the least of a square, and the delta rule as a special case."""
+"""Delta gradient descent by its definition: the minimum of a sum of squares, and the delta rule as a special case."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ MATRIX = NetworkShape(D, D, depth=1, norm=False, residual=False)
 
 
 def test_a_step_is_the_least_of_its_squares():
-    """theta ||W^T x + g||^2 + ||W - (1 - alpha) W_0||^2 for a long input x, by solving for its zero slope."""
+    """For a long input x, a step minimises theta ||W^T x + g||^2 + ||W - (1 - alpha) W_0||^2: its slope is zero."""
     gen = torch.Generator().manual_seed(0)
     x, v = (3 * torch.randn(D, generator=gen, dtype=torch.float64) for _ in range(2))
     start = torch.randn(D, D, generator=gen, dtype=torch.float64)
@@ -41,7 +41,7 @@ class Hebbian(Dgd):
 
 @pytest.mark.parametrize("chunk_size", [1, 5, 64])
 def test_with_the_dot_product_it_is_the_gated_delta_rule(inputs, chunk_size):  # noqa: F811
-    """g = -2 v of each token whatever the weights: chunks of any length give Gated DeltaNet."""
+    """g = -2 v for each token, independent of the weights: chunks of any length give Gated DeltaNet."""
     q, k, v, beta, decay = inputs
     beta = 0.9 * beta
     want = recurrence(lambda S, k, v, b, a: a * S + b * outer(k, 2 * v - predicted(a * S, k)), q, k, v, beta, decay)

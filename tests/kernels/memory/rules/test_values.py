@@ -1,4 +1,4 @@
-"""Results of rules for numbers worked out by hand: the naive form and the chunked one share these functions."""
+"""Results of rules for numbers worked out by hand: the naive and the chunked form share these functions."""
 
 import math
 
@@ -50,7 +50,7 @@ def test_newton_and_schulz_bring_singular_values_near_one(shape):
 
 
 def test_a_unit_step_is_as_long_as_an_orthogonal_one():
-    found = unit(numbers([300.0, 0.0, 0.0], [0.0, 400.0, 0.0]))  # of norm 500, made of norm sqrt(2)
+    found = unit(numbers([300.0, 0.0, 0.0], [0.0, 400.0, 0.0]))  # norm 500, scaled to norm sqrt(2)
     torch.testing.assert_close(found, math.sqrt(2) * numbers([0.6, 0.0, 0.0], [0.0, 0.8, 0.0]), rtol=1e-3, atol=0)
 
 

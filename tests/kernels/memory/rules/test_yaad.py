@@ -1,4 +1,4 @@
-"""Yaad: its loss by hand, its gradient by autograd, its memory by the definition; and what it is for."""
+"""Yaad: its loss by hand, its gradient by autograd, its memory by the definition, and its robustness to outliers."""
 
 import pytest
 import torch
@@ -41,7 +41,7 @@ def test_its_gradient_is_that_of_its_loss(form):
     {"chunk_size": 5, "forget_to": "start"}, {"chunk_size": 16, "reset": True}, {"chunk_size": 7, "stale": True},
 ], ids=str)  # fmt: skip
 def test_its_memory_equals_the_definition(form, options):
-    """Thresholds are as large as the errors, so that both sides of them occur."""
+    """Thresholds are as large as the errors, so that errors occur on both sides of them."""
     tensors, own = given(rule(form), 2, seed=1)
     options = dict(options)
     if options.get("reset"):
@@ -53,7 +53,7 @@ def test_its_memory_equals_the_definition(form, options):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_an_outlier_moves_it_no_further_than_the_threshold(form):
-    """One value a hundred times as large as the others: M moves in proportion to it under the squared loss alone."""
+    """Only the squared loss moves M in proportion to an outlier, a value a hundred times as large as the others."""
     gen = torch.Generator().manual_seed(0)
     k = torch.nn.functional.normalize(torch.randn(1, 1, 1, 8, generator=gen), dim=-1)
     v, gate = torch.randn(1, 1, 1, 8, generator=gen), torch.full((1, 1, 1), 0.1)

@@ -1,4 +1,4 @@
-"""Every mixer of the package has the same properties; in float64."""
+"""Properties that every mixer of the package has, in float64."""
 
 from functools import partial
 
@@ -72,7 +72,7 @@ def test_streaming_in_any_cuts(model):
 
 @pytest.mark.parametrize("documents", [False, True])
 def test_layers_side_by_side(model, documents):
-    """In pieces of 9 tokens, layer l beside layer l + 1: outputs, state and gradients are those of one whole call."""
+    """In pieces of 9 tokens, with layer l next to layer l + 1, outputs, state and gradients equal one whole call's."""
     reset = torch.zeros(2, T, dtype=torch.bool)
     reset[0, [9, 10, 30]] = documents
     upstream = torch.randn(2, T, 52, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -127,7 +127,7 @@ def test_every_parameter_learns(model):
 @pytest.mark.thorough
 @pytest.mark.parametrize("mixer", [*BASELINES, "rmt"])
 def test_training_learns(mixer):
-    """From its own start, in fp32: a few rows by heart."""
+    """From its own initialisation, in fp32, every mixer memorises a few rows."""
     torch.manual_seed(0)
     model, ids = build_model(small_config([mixer])), tokens(4, 25)
     optimiser = torch.optim.AdamW(model.parameters(), 1e-2)
@@ -172,7 +172,7 @@ def test_tensor_ranks_have_every_gradient_of_the_whole_model(mixer, sequence):
 
 @pytest.mark.parametrize("mixer", ["hgrn2", "ttt_mlp"])
 def test_four_tensor_ranks_with_checkpointing(mixer):
-    """Parameters that layers share, and those outside of the heads."""
+    """Parameters that layers share, and parameters that belong to no head."""
     check(small_config([mixer, "swa"], n_layers=4), size=4, sequence=True, checkpointing=True)
 
 
@@ -199,7 +199,7 @@ def test_heads_that_do_not_divide_the_width_are_refused(mixer, tiny):
 @pytest.mark.parametrize("gpu", [False, True])
 @pytest.mark.parametrize("mixer", BASELINES)
 def test_it_is_planned(mixer, gpu, tiny):
-    """More tokens keep more, in proportion; on a GPU's paths without computing anything."""
+    """Activations grow in proportion to tokens; the GPU path is planned without computing anything."""
 
     def plan(length):
         model = {"d_model": 32, "n_layers": 2, "mixers": [mixer], mixer: OWN[mixer]}
@@ -225,7 +225,7 @@ def test_what_is_needed_on_a_gpu():
 
 
 def _by_definition(q, k, v, decay, beta, erase, state, reset):
-    """The recurrence in matrix products alone, which is what PyTorch counts; none of what is zero in a sub-step."""
+    """The recurrence in matrix products only, which PyTorch counts; products with zeros in a sub-step are left out."""
     outputs, state = [], state.requires_grad_()
     if erase is None and beta is not None:
         erase = k
@@ -269,8 +269,8 @@ def test_flops_are_those_of_the_definition(mixer, monkeypatch):
         assert forward == pytest.approx(flops.forward, rel=1e-12)
         assert both == pytest.approx(flops.total, rel=1e-12)
         return
-    # The dual form has the products of every token with those of its mini-batch beside the definition's, and its
-    # backward pass plays the forward pass again: work, but not the model's.
+    # The dual form also multiplies every token with all tokens of its mini-batch, and its backward pass recomputes the
+    # forward pass. The model's FLOPs include neither.
     ttt = model.blocks[0].mixer.ttt
     pairs = 2 * ttt.n_heads * sum(2 * ttt.mini_batch * (a + b) for a, b in ttt.network.layers)
     assert forward == pytest.approx(flops.forward + pairs, rel=1e-12)
@@ -324,7 +324,7 @@ def test_starts_are_those_of_the_references():
 
 
 def test_the_inner_learning_rate_of_ttt_mlp_rises_over_a_tenth_of_the_training():
-    """From 0.01 to 0.1, as in the authors' code, and TTT-Linear's does not. A token's write is linear in it."""
+    """It rises from 0.01 to 0.1, as in the authors' code; TTT-Linear's is constant. A token's write is linear in it."""
     x = torch.randn(1, 2, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
     def written(name: str, done: float | None):

@@ -1,4 +1,4 @@
-"""The baselines under torch.compile: on the paths of a GPU nothing of a block is left outside."""
+"""The baselines under torch.compile: on the GPU path a block has no graph break."""
 
 from functools import partial
 
@@ -30,7 +30,7 @@ def dynamo():
 
 @pytest.fixture
 def on_a_gpu(monkeypatch):
-    """``on_a_gpu(mixer)``: a block in bf16 whose tensors have no contents, on the paths of a GPU."""
+    """``on_a_gpu(mixer)``: a bf16 block of fake tensors on the GPU path."""
     pytest.importorskip("triton", reason="the fused scan is made of its kernels")
     from titans_pt.kernels.channel_scan.fused import fused_scan
 
@@ -49,7 +49,7 @@ def on_a_gpu(monkeypatch):
 
 
 FORMS = ("gla", "gated_deltanet", "mamba", "mamba2", "rwkv7")
-"""A mixer of each form: decay, delta rule, two scans, separate erase and write keys. All others are slow tests."""
+"""One mixer for each form: decay, delta rule, two scans, separate erase and write keys. All others are slow tests."""
 
 
 @pytest.mark.parametrize("documents", [False, True], ids=["", "documents"])
@@ -66,7 +66,7 @@ def test_no_graph_break_on_the_paths_of_a_gpu(mixer, documents, on_a_gpu):
 
 @pytest.mark.parametrize("mixer", ["ttt_mlp", pytest.param("ttt_linear", marks=pytest.mark.slow)])
 def test_of_ttt_the_memory_alone_is_outside(mixer):
-    """It has no kernels; its loop over mini-batches would be unrolled, for minutes."""
+    """TTT has no kernels, and compiling would unroll its loop over mini-batches, for minutes."""
     block = build_model(small_config([mixer])).blocks[0]
     found = torch._dynamo.explain(whole_sequence)(block, torch.randn(2, 33, 32), None)
     assert found.break_reasons and all("dual_ttt_memory" in reason.reason for reason in found.break_reasons)
@@ -75,7 +75,7 @@ def test_of_ttt_the_memory_alone_is_outside(mixer):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("mixer", ["ttt_mlp", "liza"])
 def test_a_warm_up_compiles_nothing_again(mixer, monkeypatch):
-    """A number that rises from step to step is an input of the compiled block, not a constant of it."""
+    """A number that rises from step to step is an input of the compiled block, not a constant."""
     made = []
 
     def backend(graph, _inputs):
@@ -103,7 +103,7 @@ def test_a_warm_up_compiles_nothing_again(mixer, monkeypatch):
     pytest.param(n, marks=pytest.mark.slow) for n in BASELINES if n != "gated_deltanet"
 )])  # fmt: skip
 def test_compiled_equals_eager(mixer, monkeypatch):
-    # Inductor's code would take minutes to build; what is traced, and its derivative, is the same.
+    # Inductor would take minutes; the traced graph and its derivative are the same without it.
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     torch.manual_seed(0)
     loss = NextTokenLoss(build_model(small_config([mixer], n_layers=3))).train()
@@ -127,7 +127,7 @@ def test_compiled_equals_eager(mixer, monkeypatch):
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("mixer", BASELINES)
 def test_on_a_gpu(mixer):
-    """bf16, as it is and compiled, by the GPU's kernels: the gradients of float64 on the CPU, within bf16's noise."""
+    """bf16 gradients from the GPU's kernels, eager and compiled, equal float64's on the CPU within bf16's noise."""
     torch.manual_seed(0)
     config = ModelConfig(mixers=[mixer], vocab_size=50, d_model=256, n_layers=2, n_heads=4, mlp_hidden=64)
     model = build_model(config).to(torch.bfloat16)

@@ -1,4 +1,4 @@
-"""All baselines, a block of each in one model, trained in real processes: tensor ranks, ZeRO, a resume. And RMT."""
+"""All baselines as blocks of one model, and RMT, trained in real processes: tensor ranks, ZeRO, a resume."""
 
 import json
 
@@ -9,7 +9,7 @@ from tests.helpers.mixers import BASELINES, own_settings
 from tests.helpers.processes import curve, run_jobs
 from titans_pt.runs import checkpoints
 
-pytestmark = pytest.mark.slow  # test_contract.py and test_split.py hold each part of it
+pytestmark = pytest.mark.slow  # test_contract.py and test_split.py test each part
 
 STOPPED, ZERO = "train.stop_at=2", "parallel.zero_stage=3"
 RMT = ["model.mixers=[rmt]", "model.n_layers=2", "model.rmt={segment: 5, memory_tokens: 2}"]
@@ -18,7 +18,7 @@ SPLIT = ["parallel.tensor=2", "parallel.zero_stage=2"]
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory, prepared):
-    """Run folders: one process; two tensor ranks under ZeRO 2, whole and stopped and resumed."""
+    """Run folders of one process, and of two tensor ranks under ZeRO 2, uninterrupted and resumed."""
     folder = tmp_path_factory.mktemp("runs")
     source = {"kind": "files", "path": str(prepared.parent / "text.jsonl")}
     model = own_settings(BASELINES) | {"mixers": BASELINES, "n_layers": len(BASELINES) + 1}  # two blocks of the first

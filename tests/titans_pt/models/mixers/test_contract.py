@@ -1,4 +1,4 @@
-"""A mixer is one file: the one here does everything that the built-in ones do, without a line changed elsewhere."""
+"""A mixer is one file: the mixer defined here does all that built-in mixers do, without changes elsewhere."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +33,7 @@ T = 23
 
 @dataclass
 class LeakyState:
-    """mean: (B, H, D)."""
+    """State of Leaky; mean: (B, H, D)."""
 
     mean: Tensor
 
@@ -78,7 +78,7 @@ class Leaky(Mixer):
 
 @MIXERS.register
 class Silent(Leaky):
-    """The same, without a declaration for tensor ranks."""
+    """Leaky without a declaration for tensor ranks."""
 
     name = "silent"
     sharding = None
@@ -86,7 +86,7 @@ class Silent(Leaky):
 
 @MIXERS.register
 class Forgetful(Leaky):
-    """The same, with a parameter that its sharding does not name."""
+    """Leaky with a parameter that its sharding does not name."""
 
     name = "forgetful"
     sharding = {"value": Shard.ENTER_COLUMN, "out": Shard.LAST_ROW}

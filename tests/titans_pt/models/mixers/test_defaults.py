@@ -1,4 +1,4 @@
-"""Defaults of mixers follow the model: what is not given fits, what fits is what it always was."""
+"""Defaults of mixers follow the model's size: missing settings are set to fit, and fitting defaults are unchanged."""
 
 import pytest
 
@@ -25,7 +25,7 @@ def test_every_mixer_goes_with_the_quickstart_and_with_other_sizes(name, tmp_pat
 
 @pytest.mark.parametrize("name", MIXERS.built_in())
 def test_what_fits_is_what_it_always_was(name, tmp_path):
-    """A run that began with these settings is continued, and its hash is the same."""
+    """A run that began with these settings can be resumed, and its hash is the same."""
     config = loaded(tmp_path, name, length=4096)
     own = MIXERS.find(name).Settings().model_dump(mode="json")
     assert config.model.section(name) == own

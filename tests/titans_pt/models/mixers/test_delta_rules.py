@@ -1,8 +1,8 @@
 """KDA, Gated DeltaNet-2, DeltaProduct and RWKV-7 by the equations of their papers, and around fla's naive functions.
 
-Each layer is written out below from its paper, with the same weights; in float64. The recurrence in it is either the
-paper's, with the transition as a matrix, or flash-linear-attention's (0.6.0): its order of decay and erasing is ours,
-its q is scaled by K^-1/2 unless scale is given.
+Each layer is written out below from its paper, with the same weights, in float64. Its recurrence is either the paper's,
+with the transition as a matrix, or flash-linear-attention's (0.6.0). The latter decays and erases in our order, and
+scales q by K^-1/2 unless scale is given.
 """
 
 import pytest
@@ -42,7 +42,7 @@ def inputs_of(m, x):  # noqa: F811
 
 
 def log_decay(m, x):  # noqa: F811
-    """KDA's and Gated DeltaNet-2's: -exp(A) softplus(low rank + dt), A of heads, dt of channels."""
+    """Log decay of KDA and Gated DeltaNet-2: -exp(A) softplus(low rank + dt), with A per head, dt per channel."""
     return -m.decays.A_log.exp()[:, None] * softplus(heads(m.decay_out(m.decay_in(x))) + m.decays.dt_bias)
 
 
@@ -159,7 +159,7 @@ def test_one_write_is_gated_deltanet(x):  # noqa: F811
 
 
 def test_starts_are_those_of_the_papers():
-    """Steps log-uniform from 0.001 to 0.1, A of KDA from 1 to 16; RWKV-7 begins at 0, decays differ by channel."""
+    """Steps are log-uniform from 0.001 to 0.1, KDA's A from 1 to 16; RWKV-7 starts at 0, with decays per channel."""
     torch.manual_seed(0)
     for name, lowest, shape in (("kda", 1, (8, 128)), ("gdn2", 1, (8, 128)), ("deltaproduct", 0, (256,))):
         own = {"n_heads": 256} if name == "deltaproduct" else {"head_width": 128}

@@ -1,4 +1,4 @@
-"""The mixer hope in models: its settings, with its continuum memory system, over ranks and in training."""
+"""The mixer hope in models: settings, the continuum memory system, ranks and training."""
 
 import numpy as np
 import pytest
@@ -88,7 +88,7 @@ def test_tensor_ranks_have_every_gradient_of_the_whole_model(sequence):
 
 
 def test_training_learns():
-    """From its own start, in fp32: a few rows by heart, by steps of constant length."""
+    """From its own initialisation, in fp32, it memorises a few rows by steps of constant length."""
     torch.manual_seed(0)
     hope, ids, losses = build_model(small_config(["hope"], memory=MEMORY, n_layers=1)), tokens(4, 13), []
     for _ in range(25):
@@ -116,7 +116,7 @@ def test_training_logs_its_gates_and_states():
 @torch.no_grad()
 @pytest.mark.parametrize("piece", [512, 5])
 def test_inspection_shows_the_main_memories(piece, monkeypatch):
-    """Figures are those of the states that the model returns, and of the gates as they were made."""
+    """The figures agree with the states that the model returns and with its gates."""
     hope, ids = model(mlp_periods=[]), tokens(1)
     monkeypatch.setattr(inspector, "PIECE", piece)
     result = inspector.read(hope, ids[0], ["x"] * T)
@@ -136,7 +136,7 @@ def test_inspection_shows_the_main_memories(piece, monkeypatch):
 @pytest.mark.slow
 def test_it_trains_under_ranks_and_zero(tiny, tmp_path):
     """Two tensor ranks under ZeRO 2, two ranks under ZeRO 3 and two context ranks give one process's losses; a
-    checkpoint is exported and comes back."""
+    checkpoint is exported and imported."""
     config = tiny(model={"mixers": ["hope"], "mlp_periods": [8], "memory": {"chunk_size": 4}})
     jobs = {
         "two": ["parallel.tensor=2", "parallel.zero_stage=2"], "zero": ["parallel.zero_stage=3"],

@@ -18,7 +18,7 @@ def liza(**own):
 
 
 def delta_rule(q, k, v):
-    """(T, H, D), (T, K, D), (T, K, D) as projected -> outputs (T, H D)."""
+    """Outputs (T, H D) of the delta rule for projected q (T, H, D), k (T, K, D), v (T, K, D)."""
     found = torch.zeros_like(q)
     for h in range(q.shape[1]):
         S, raw = q.new_zeros(D, D), k[:, h // GROUP]

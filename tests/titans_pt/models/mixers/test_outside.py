@@ -1,7 +1,8 @@
-"""The baselines' layers against other people's, with the same weights, in float64.
+"""The baselines' layers against other projects' layers with the same weights, in float64.
 
-transformers' (5.23, its PyTorch paths) Mamba, Mamba2 and Qwen3-Next; elsewhere the layer's formula around one of
-flash-linear-attention's naive functions (0.6.0), whose whole layers need a GPU. All fp32 in them is replaced by fp64.
+Mamba, Mamba2 and Qwen3-Next are compared with transformers (5.23, its PyTorch paths). The other references are the
+layer's formula around one of flash-linear-attention's naive functions (0.6.0), whose whole layers need a GPU. All fp32
+in the references is replaced by fp64.
 """
 
 from importlib import import_module
@@ -20,7 +21,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 @pytest.fixture
 def module(monkeypatch):
-    """``module(path)``: one of transformers' in float64, its functions not handed on to fla or mamba-ssm."""
+    """``module(path)``: a module of transformers in float64 that does not delegate to fla or mamba-ssm."""
 
     def find(path: str):
         pytest.importorskip("transformers", reason="pip install transformers")
@@ -45,7 +46,7 @@ def mixer_of(name, **changes):
 
 
 def compare(mixer, theirs, x):
-    """Outputs, and the gradients of the inputs."""
+    """Compare outputs and the inputs' gradients."""
     found = []
     for call in (lambda x: mixer(x)[0], theirs):
         given = x.clone().requires_grad_()
@@ -56,7 +57,7 @@ def compare(mixer, theirs, x):
 
 
 def copy(layer, **weights):
-    """Into a layer of theirs, by its own names; nothing of it is left out."""
+    """Copy weights into a reference layer, by its parameter names; all its parameters must be given."""
     assert set(weights) == {name for name, _ in layer.named_parameters()}
     with torch.no_grad():
         for name, p in layer.named_parameters():
@@ -65,7 +66,7 @@ def copy(layer, **weights):
 
 
 def test_mamba_is_that_of_transformers(module, x):
-    """use_mambapy=False, conv_kernel=4, no bias but the convolution's."""
+    """With use_mambapy=False, conv_kernel=4, no bias except the convolution's."""
     theirs = module("mamba.modeling_mamba")
     config = theirs.MambaConfig(
         hidden_size=D, state_size=4, expand=2, intermediate_size=2 * D, time_step_rank=2, num_hidden_layers=1
@@ -80,7 +81,7 @@ def test_mamba_is_that_of_transformers(module, x):
 
 
 def test_mamba2_is_that_of_transformers(module, x):
-    """One group, chunk_size=16, layer_norm_epsilon=1e-5, no limit on steps."""
+    """With one group, chunk_size=16, layer_norm_epsilon=1e-5, no limit on steps."""
     theirs = module("mamba2.modeling_mamba2")
     config = theirs.Mamba2Config(
         hidden_size=D, state_size=6, expand=2, head_dim=16, num_heads=4, n_groups=1, chunk_size=16,
@@ -100,7 +101,7 @@ def test_mamba2_is_that_of_transformers(module, x):
 
 
 def test_gated_deltanet_is_that_of_qwen3_next(module, x):
-    """As many value heads as key heads, rms_norm_eps=1e-5."""
+    """With as many value heads as key heads, rms_norm_eps=1e-5."""
     theirs = module("qwen3_next.modeling_qwen3_next")
     config = theirs.Qwen3NextConfig(
         hidden_size=D, linear_num_value_heads=H, linear_num_key_heads=H, linear_key_head_dim=6,
@@ -179,7 +180,7 @@ def test_gla(reference, x):  # noqa: F811
 
 
 def test_hgrn2(reference, x):  # noqa: F811
-    """The second of its three layers: l = softmax(logits) of the second."""
+    """The second of three layers is tested; its lower bound is l = softmax(logits) of the second layer."""
     naive = reference("fla", "ops.gla.naive", "naive_recurrent_gla")
     m = small_model(["hgrn2"], n_layers=3).blocks[1].mixer
 
@@ -226,7 +227,7 @@ def test_longhorn_by_its_definition(x):
 
 @pytest.mark.parametrize("name", ["ttt_linear", "ttt_mlp"])
 def test_ttt_by_its_definition(name, x):
-    """arXiv 2407.04620: every token's gradient by autograd at its mini-batch's start, mini-batches of 4."""
+    """arXiv 2407.04620: every token's gradient by autograd at its mini-batch's start, in mini-batches of 4."""
     m = mixer_of(name)
     ttt, (weights, biases, (gain, shift)) = m.ttt, m.ttt.network()
     angle = (torch.arange(T) % 4)[:, None] * 10000.0 ** (-torch.arange(4, dtype=torch.float64) / 4)

@@ -1,4 +1,4 @@
-"""The forms that the paper prints, where our default is another: causal, streamed, cut over tensor ranks like all."""
+"""The paper's forms where our defaults deviate: they are causal, can be streamed, and train on tensor ranks."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""The Recurrent Memory Transformer against its definition, and what it refuses."""
+"""The Recurrent Memory Transformer against its definition, and the settings that it refuses."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ def tokens(length=T):
 
 
 def by_definition(model, ids):
-    """arXiv 2207.06881, Section 3.2, each segment a sequence of its own."""
+    """Compute arXiv 2207.06881, Section 3.2, with each segment as a separate sequence."""
     x, outputs = model.embedding(ids) * 32**0.5, []
     owner = model.blocks[0].mixer
     memory = owner.first.tokens.expand(2, -1, -1)
