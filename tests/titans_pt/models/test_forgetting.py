@@ -85,5 +85,5 @@ def test_a_cleared_memory_learns_like_a_new_one(depth):
 
 
 def test_what_forgetting_to_zero_leaves():
-    """The paper's memory, once cleared, does not learn any more: the reason for forgetting to the start."""
+    """The paper's memory, once cleared, recalls less than a new one: the reason for forgetting to the start."""
     assert recall("zero", 3, 64) < 0.7 * recall("zero", 3, 0)

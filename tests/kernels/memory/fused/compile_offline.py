@@ -58,7 +58,8 @@ KINDS = {
 
 
 def instructions(cubin: bytes, trips: list[int]) -> dict[str, float]:
-    """Instructions that a warp executes, by kind (KINDS) and in "all", and the "span" of each loop nest.
+    """Instructions that a warp executes, by kind (KINDS) and in "all"; "static": instructions in the
+    code; "loops": the depth of each loop.
 
     trips: number of repetitions of loops, by depth. [1, 4] counts one repetition of outer loops and four of the loops
     inside them. Code outside all loops counts once if the first number is above one, else not at all.
