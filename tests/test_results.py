@@ -29,7 +29,7 @@ from titans_pt.reproduce.runs import Run
 from titans_pt.reproduce.studies import EQUAL_TERMS
 from titans_pt.reproduce.studies import study as target_study
 from titans_pt.reproduce.study import CHANGES, MODELS, NAMES, Column, Row, Study
-from titans_pt.reproduce.tables import Cell, behind, cells, kept_of, number, rates, tenths
+from titans_pt.reproduce.tables import Cell, behind, cells, kept_of, number, rates
 from titans_pt.tools.statistics import standard_error
 
 ROOT = Path(__file__).parents[1]
@@ -189,14 +189,11 @@ def scaled() -> list[str]:
                      ", ".join(map(str, row[0].ours.by_seed)))  # fmt: skip
             near, far = (on_same_seeds({"": group[0][n], "own": row[n]})["own" if row is not group[0] else ""]
                          for n in (0, 1))  # fmt: skip
-            text.append(line(*shown, told(row[0]), near, told(row[1]), far, told(row[2]) if row[2].ours else "-"))
+            longest = "-", "-"
+            if row[2].ours:
+                longest = told(row[2]), f"{math.log(row[2].ours.mean / group[0][2].ours.mean):+.3f}"
+            text.append(line(*shown, told(row[0]), near, told(row[1]), far, *longest))
     return text
-
-
-def tenths_and_wholes() -> list[str]:
-    """Losses of the probe and of the whole run, of models that were trained whole at several rates."""
-    _, runs, _ = found("table1")
-    return [line(*row) for row in tenths(runs, Records(RESULTS / "records")).rows]
 
 
 def depths() -> list[str]:
@@ -475,6 +472,8 @@ def baselines(folder: str) -> Seeds:
 PICTURES: dict[str, tuple[Callable[[], Seeds], Picture, str]] = {
     "needles.png": (needles_shown, pictures.needles, "8-seen"),
     "results/tiny-positions.png": (partial(of_study, "table1", "records"), pictures.positions, "positions"),
+    "results/tiny-longer.png":
+        (partial(of_study, "scaling", "records"), partial(pictures.positions, measure="longer"), "positions"),
     "results/tiny-training.png": (partial(of_study, "table1", "records"), pictures.training, "training"),
     "results/baselines-needles.png": (partial(baselines, "needles"), pictures.needles, "8-seen"),
     "results/baselines-recall.png": (partial(baselines, "recall"), pictures.recall, "accuracy"),
@@ -808,6 +807,7 @@ PAGES = {
     TINY: {
         "| model | learning rate | perplexity |": models,
         "| model | 0.002 |": learning_rates,
+        "| with more tokens |": scaled,
         "| LMM | seeds |": ablations,
         "| values' filters start |": filters,
         "| later idea |": later_ideas,

@@ -75,7 +75,7 @@ def positions(shown: Seeds, start: Path, measure: str = "long") -> list[Path]:
     found = {name: record["measured"][measure] for name, record in long.items()}
     best = min(found, key=lambda name: found[name]["loss"])
     least = _by_place(found[best]["positions"])
-    lines = {}
+    lines, dotted = {}, False
     for n, (name, result) in enumerate(found.items()):
         style, means = _style(n, long[name]), _by_place(result["positions"])
         (lines[name],) = loss.plot(list(means), list(means.values()), **style)
@@ -84,13 +84,15 @@ def positions(shown: Seeds, start: Path, measure: str = "long") -> list[Path]:
         if (off := next((row for row in result["frozen"] if row["after"] == 0), None)) and off["positions"]:
             means = _by_place(off["positions"])
             loss.plot(list(means), list(means.values()), ":", color=style["color"])
+            dotted = True
     for axes, label in ((loss, "validation loss (nats per token)"), (above, f"nats per token above {best}")):
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter("{x:,.0f}")
         axes.set_xlabel("tokens before the scored one")
         axes.set_ylabel(label)
         axes.grid(alpha=0.3)
-    loss.set_title("dotted: the memory is never written", fontsize=9)
+    if dotted:
+        loss.set_title("dotted: the memory is never written", fontsize=9)
     above.set_ylim(top=min(1.0, above.get_ylim()[1]))  # models that fail are cut off, which leaves room for the others
     worst_first = sorted(found, key=lambda name: -found[name]["loss"])
     legend(figure, [lines[name] for name in worst_first], worst_first, fontsize=8, loc="outside right upper")
