@@ -187,8 +187,8 @@ def scaled() -> list[str]:
             trained = row[0].records[0]["trained"]
             shown = (row[0].row.name, f"{trained['parameters']:,}", f"{trained['tokens']:,}",
                      ", ".join(map(str, row[0].ours.by_seed)))  # fmt: skip
-            near, far = (on_same_seeds({"": group[0][n], "own": row[n]})["own" if row is not group[0] else ""]
-                         for n in (0, 1))  # fmt: skip
+            key = "" if row is group[0] else "own"
+            near, far = (on_same_seeds({"": group[0][n], key: row[n]})[key] for n in (0, 1))
             longest = "-", "-"
             if row[2].ours:
                 longest = told(row[2]), f"{math.log(row[2].ours.mean / group[0][2].ours.mean):+.3f}"

@@ -59,6 +59,7 @@ def real(allows: Callable[[float], bool], allowed: str) -> Checked:
     return Checked(read, allowed)
 
 
+GIB = real(lambda number: 0 < number < 2**40, "a number of GiB above 0")
 COUNTS = Checked(
     lambda words: list(dict.fromkeys(whole(1).read(word) for word in words.split(","))),
     "whole numbers of at least 1, with commas between",

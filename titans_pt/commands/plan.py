@@ -1,6 +1,6 @@
 import click
 
-from titans_pt.commands._arguments import real, settings, whole
+from titans_pt.commands._arguments import GIB, settings, whole
 
 SECTION = "train"
 
@@ -12,7 +12,7 @@ SECTION = "train"
     help="number of processes (default: WORLD_SIZE, or the machine's GPUs, or parallel.tensor)",
 )  # fmt: skip
 @click.option(
-    "--memory", type=real(lambda n: 0 < n < 2**40, "a number of GiB above 0"), metavar="GIB",
+    "--memory", type=GIB, metavar="GIB",
     help="GPU memory per rank (default: this machine's; without a GPU the plan is for a CPU and never refused)",
 )  # fmt: skip
 def plan(config, ranks: int | None, memory: float | None):

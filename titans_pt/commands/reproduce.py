@@ -3,7 +3,7 @@ from pathlib import Path
 
 import click
 
-from titans_pt.commands._arguments import FOLDER, NAMES, Checked, overrides, real, whole
+from titans_pt.commands._arguments import FOLDER, GIB, NAMES, Checked, overrides, real, whole
 
 SECTION = "study"
 WRITES = "--out"
@@ -43,7 +43,7 @@ def _list_of(number: Checked, allowed: str) -> Checked:
 )
 @click.option("--sbatch", default="", metavar="WORDS", help="sbatch options for --submit")
 @click.option(
-    "--memory", type=real(lambda n: 0 < n < 2**40, "a number of GiB above 0"), metavar="GIB",
+    "--memory", type=GIB, metavar="GIB",
     help="GPU memory per rank, for --dry-run (default: this machine's; without a GPU nothing is refused)",
 )  # fmt: skip
 @click.option("--dry-run", is_flag=True, help="print the runs, their cost and their progress")

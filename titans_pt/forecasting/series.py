@@ -84,7 +84,7 @@ def read_csv(
         UserError: the file is malformed; the message names the file, the line in it, and the remedy.
     """
     header, lines, rows = _table(path, _text(path))
-    parts = [] if date_column or date_format else _date_parts(header, rows)
+    parts = _date_parts(header, rows, date_column or date_format)
     header, rows = _joined(header, rows, parts, columns or ())
     place, chosen, notes = _columns(path, header, rows, columns, date_column, date_format, trained_by)
     if parts:
@@ -109,17 +109,16 @@ def columns_of(
         UserError: as :func:`read_csv`.
     """
     header, _, rows = _table(path, _text(path, lines=4))
-    if not (date_column or date_format):
-        header, rows = _joined(header, rows, _date_parts(header, rows), columns or ())
+    header, rows = _joined(header, rows, _date_parts(header, rows, date_column or date_format), columns or ())
     return _columns(path, header, rows, columns, date_column, date_format, "")[1]
 
 
-def _date_parts(header: list[str], rows: list[list[str]]) -> list[str]:
+def _date_parts(header: list[str], rows: list[list[str]], given: str | None) -> list[str]:
     """Names of the columns that hold the parts of a date, the year first; [] unless there are a year and a month, and
-    no column with a whole date."""
+    no column with a whole date. given: the date's column or format, if the user named one; there are no parts then."""
     named = {name.lower(): name for name in header}
     found = [named[part] for part in _PARTS if part in named]
-    if not {"year", "month"} <= set(named) or set(_CERTAIN) & set(named):
+    if given or not {"year", "month"} <= set(named) or set(_CERTAIN) & set(named):
         return []
     return found if _parsed(_joined(header, rows[:1], found, ())[1][0][0], None) else []
 

@@ -2,11 +2,11 @@
 
 import calendar
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from itertools import pairwise
+from statistics import mode
 
 import numpy as np
 
@@ -100,18 +100,14 @@ def usual_step(dates: Sequence[datetime]) -> Step:
     Args:
         dates: at least two, in ascending order.
     """
-    span = Span(_most_frequent([b - a for a, b in pairwise(dates)]))
+    span = Span(mode(b - a for a, b in pairwise(dates)))
     if len(dates) < 3 or len({date.time() for date in dates}) > 1:
         return span
     at_end = all((date + timedelta(days=1)).day == 1 for date in dates)
     if at_end or len({date.day for date in dates}) == 1:
-        count = _most_frequent([12 * (b.year - a.year) + b.month - a.month for a, b in pairwise(dates)])
+        count = mode(12 * (b.year - a.year) + b.month - a.month for a, b in pairwise(dates))
         return Months(count, at_end) if count else span
     week_ends = dates[-1] - dates[0] >= timedelta(days=7)
     if span.time == timedelta(days=1) and week_ends and all(date.weekday() < 5 for date in dates):
         return BusinessDays()
     return span
-
-
-def _most_frequent(steps: list):
-    return Counter(steps).most_common(1)[0][0]

@@ -89,8 +89,7 @@ def reproduce(whole: Study, order: Order, ranks: int | None) -> int:
     """
     (asked, runs), records = planned(whole, order), Records(order.out / "records")
     check_room(order.out, "--out", folder=True)
-    if not asked.timed:
-        check_memory(runs, records, ranks)
+    check_memory(runs, records, ranks)
 
     def on_the_page() -> tuple[Study, list[Run]]:
         shown = with_others(order, whole, records)
