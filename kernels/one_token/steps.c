@@ -7,17 +7,20 @@ For a vector of a few hundred numbers, a PyTorch operator takes longer than the 
 enum { IDENTITY, SILU, SIGMOID };
 
 /* y = weight x + bias, then in this order, each if given: a causal convolution, an activation, heads normalised to unit
-length, a rotation by the token's position, a factor, a term. All but x, weight and out may be NULL.
+length, an RMSNorm of every head, a rotation by the token's position, a factor, a term. All but x, weight and out may be
+NULL.
 
 x (batch, inputs); weight (outputs, inputs); bias (outputs); taps (outputs, width), the token's own last; past and newest
-(batch, width - 1, outputs), the convolution's inputs before this token and before the next; cosine, sine (half a head);
-factor, term, out, unturned (batch, outputs): unturned is y before the rotation. */
+(batch, width - 1, outputs), the convolution's inputs before this token and before the next; norm (normal); cosine, sine
+(half a head); factor, term, out, unturned (batch, outputs): unturned is y before the rotation. */
 typedef struct {
-    const real *x, *weight, *bias, *taps, *past, *cosine, *sine, *factor, *term;
+    const real *x, *weight, *bias, *taps, *past, *norm, *cosine, *sine, *factor, *term;
     real *out, *newest, *unturned;
     int64_t inputs, outputs, width, activation;
-    int64_t unit; /* outputs per head that is normalised to unit length; 0: no heads */
-    int64_t head; /* outputs per head that is rotated */
+    int64_t unit;   /* outputs per head that is normalised to unit length; 0: no heads */
+    int64_t normal; /* outputs per head that passes the RMSNorm */
+    int64_t head;   /* outputs per head that is rotated */
+    double eps;     /* of the RMSNorm */
 } Map;
 
 /* Sum LANES vectors: lane i of the result is the sum of vector i. All vectors are halved together, since sums lane by
@@ -93,6 +96,12 @@ static void make_unit(int64_t unit, real *y) {
     for (int64_t i = 0; i < unit; i++) y[i] *= scale;
 }
 
+static void normalise(const Map *map, real *y) {
+    int64_t D = map->normal;
+    real scale = 1 / sqrt(dot(y, y, D) / D + (real)map->eps);
+    for (int64_t i = 0; i < D; i++) y[i] *= scale * map->norm[i];
+}
+
 static void turn(const Map *map, real *y) {
     int64_t half = map->head / 2;
     for (int64_t i = 0; i < half; i++) {
@@ -112,6 +121,7 @@ void project(int64_t batch, const Map *maps, int64_t count) {
             if (held) convolve(map, map->past + b * held, map->newest + b * held, y);
             if (map->activation != IDENTITY) activate(map->activation, N, y);
             for (int64_t at = 0; map->unit && at < N; at += map->unit) make_unit(map->unit, y + at);
+            for (int64_t at = 0; map->norm && at < N; at += map->normal) normalise(map, y + at);
             if (map->unturned) memcpy(map->unturned + b * N, y, N * sizeof(real));
             for (int64_t at = 0; map->cosine && at < N; at += map->head) turn(map, y + at);
             for (int64_t i = 0; map->factor && i < N; i++) y[i] *= map->factor[b * N + i];

@@ -66,11 +66,13 @@ class Rotation:
 class Map(NamedTuple):
     """Linear map y = weight x + bias, with optional steps after it.
 
-    In this order: a causal convolution, an activation, heads normalised to unit length, a rotation, a factor, a term.
+    In this order: a causal convolution, an activation, heads normalised to unit length, an RMSNorm of every head, a
+    rotation, a factor, a term.
 
     x: (B, inputs), or the index of an earlier map, whose y is taken. weight: (outputs, inputs). bias: (outputs,).
     taps: (outputs, width), filters over time, the tap of the token itself last.
     activation: see ACTIVATIONS. unit: normalise every head of this many outputs to unit length; 0: none.
+    norm: (head width,), the RMSNorm's weight, for every head of this width. eps: the RMSNorm's.
     rotation: rotates every head.
     factor, term: (B, outputs), or the index of an earlier map.
     """
@@ -81,6 +83,8 @@ class Map(NamedTuple):
     taps: Tensor | None = None
     activation: str = "identity"
     unit: int = 0
+    norm: Tensor | None = None
+    eps: float = 0.0
     rotation: Rotation | None = None
     factor: Tensor | int | None = None
     term: Tensor | int | None = None
@@ -89,9 +93,10 @@ class Map(NamedTuple):
 class _Map(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p)
-          for name in ("x", "weight", "bias", "taps", "past", "cosine", "sine", "factor", "term",
+          for name in ("x", "weight", "bias", "taps", "past", "norm", "cosine", "sine", "factor", "term",
                        "out", "newest", "unturned")),
-        *((name, ctypes.c_int64) for name in ("inputs", "outputs", "width", "activation", "unit", "head")),
+        *((name, ctypes.c_int64) for name in ("inputs", "outputs", "width", "activation", "unit", "normal", "head")),
+        ("eps", ctypes.c_double),
     ]  # fmt: skip
 
 
@@ -113,13 +118,14 @@ class Maps:
             y = one.weight.new_empty(batch, outputs)
             plain = None if turn is None else torch.empty_like(y)
             for name, tensor in {
-                "x": x, "weight": one.weight, "bias": one.bias, "taps": one.taps, "factor": factor, "term": term,
+                "x": x, "weight": one.weight, "bias": one.bias, "taps": one.taps, "norm": one.norm, "factor": factor, "term": term,
                 "out": y, "unturned": plain, "cosine": turn and turn.cosine, "sine": turn and turn.sine,
             }.items():  # fmt: skip
                 if tensor is not None and tensor.dtype != y.dtype:
                     raise ValueError(f"{name}: given {tensor.dtype}; must be {y.dtype}, as the weight is")
                 setattr(place, name, pointer(tensor))
             place.inputs, place.outputs, place.unit = inputs, outputs, one.unit
+            place.normal, place.eps = 0 if one.norm is None else len(one.norm), one.eps
             place.width = 1 if one.taps is None else one.taps.shape[1]
             place.activation = ACTIVATIONS.index(one.activation)
             place.head = 0 if turn is None else 2 * len(turn.cosine)

@@ -13,7 +13,7 @@ WRITES = "--out"
     "folder",
     metavar="DIR",
     type=PATH,
-    help="a folder that titans export wrote, or a Llama, Qwen2 or Mistral; or a GGUF file of one; smollm2-135m: "
+    help="a folder that titans export wrote, or a Llama, Qwen2, Qwen3 or Mistral; or a GGUF file of one; smollm2-135m: "
     "SmolLM2-135M-Instruct in 4 bits, from a package",
 )
 @overrides("settings of this machine, e.g. data.dir=data/fineweb")

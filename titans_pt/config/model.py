@@ -244,6 +244,9 @@ class AttentionConfig(Section):
     """Width of a head: attention, swa, mal, mab, liza. Null: d_model / n_heads."""
     bias: bool = False
     """A bias in the projections to queries, keys and values, as in Qwen2."""
+    qk_norm: bool = False
+    """An RMSNorm of every head's queries and keys before their rotation, with one weight per channel, as in Qwen3. It
+    bounds the scores of attention."""
     sinks: NonNegative = 0
     """First tokens of each document that every later token sees in addition to its window (swa, mag, mal, mab, liza),
     at their true positions. Softmax attention puts unused weight on them; a pretrained model breaks without them."""

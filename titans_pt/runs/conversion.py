@@ -148,7 +148,9 @@ def _inputs(run: LoadedRun, settings: Config, layers: Sequence[int]) -> dict[int
 def _start_memory(prefix: str, weights: dict[str, Tensor], config: ModelConfig, inputs: Tensor | None):
     """Initialises the memory's projections from attention's, with keys and values repeated for heads that share them.
 
-    The projections keep their random values if the heads' total width differs from the model's.
+    The projections keep their random values if the heads' total width differs from the model's. If attention has norms
+    of queries and keys (model.attention.qk_norm), the projections are multiplied by their weights: the memory then sees
+    the same directions, and it makes all lengths 1.
 
     Biases subtract the mean from queries and keys. The keys of a pretrained head all point in nearly the same
     direction, and a memory written under such keys returns the mean of the values. Attention is not affected, because
@@ -163,6 +165,8 @@ def _start_memory(prefix: str, weights: dict[str, Tensor], config: ModelConfig, 
             return x.unflatten(0, (-1, config.head_width)).repeat_interleave(repeats, 0).flatten(0, 1)
 
         found, target = of_all_heads(weights[f"{prefix}attention.{name}.weight"]), f"{prefix}memory.{name}."
+        if (norm := weights.get(f"{prefix}attention.{name}_norm.weight")) is not None:
+            found = found * norm.repeat(config.n_heads)[:, None]
         if found.shape != weights[f"{target}linear.weight"].shape:
             continue
         weights[f"{target}linear.weight"] = found

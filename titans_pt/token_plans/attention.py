@@ -6,9 +6,10 @@ from torch import Tensor, nn
 from titans_pt.kernels.attention import AttentionToken
 from titans_pt.kernels.one_token import Map, Maps, Rotation
 from titans_pt.layers.attention import Attention, AttentionState
+from titans_pt.layers.norm import RMSNorm
 from titans_pt.models.mixers.attention import AttentionMixer
 from titans_pt.token_plans.mixers import plans
-from titans_pt.token_plans.plan import TokenPlan, affine_map, own, weight_of
+from titans_pt.token_plans.plan import TokenPlan, affine_map, own, plain, weight_of
 
 
 def attention_plan(attention: nn.Module, x: Tensor, prefix: bool) -> TokenPlan:
@@ -40,7 +41,7 @@ def attention_plan(attention: nn.Module, x: Tensor, prefix: bool) -> TokenPlan:
 def attention_maps(attention: Attention, x: Tensor, rotation: Rotation) -> tuple[Map, Map, Map]:
     """Rotated queries and keys, and values, of a token x (B, d_model)."""
     return (
-        affine_map(x, attention.q, rotation=rotation),
+        affine_map(x, attention.q, rotation=rotation, **_norm(attention.q_norm)),
         *key_value_maps(attention, x, rotation),
     )
 
@@ -48,9 +49,14 @@ def attention_maps(attention: Attention, x: Tensor, rotation: Rotation) -> tuple
 def key_value_maps(attention: Attention, x: Tensor | int, rotation: Rotation) -> tuple[Map, Map]:
     """Rotated keys, and values, of a token x: (B, d_model), or the index of the map that computes it."""
     return (
-        affine_map(x, attention.k, rotation=rotation),
+        affine_map(x, attention.k, rotation=rotation, **_norm(attention.k_norm)),
         affine_map(x, attention.v),
     )
+
+
+def _norm(norm: nn.Module | None) -> dict[str, Tensor | float]:
+    """A map's fields for the norm of its heads."""
+    return {} if norm is None else {"norm": plain(norm, RMSNorm).weight, "eps": norm.eps}
 
 
 @plans(AttentionMixer)

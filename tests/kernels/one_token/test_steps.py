@@ -30,19 +30,23 @@ def test_a_product(rows, inputs, outputs, dtype):
 
 
 @pytest.mark.parametrize("activation", ["identity", "silu", "sigmoid"])
-@pytest.mark.parametrize("unit", [0, 5])
-def test_what_follows_a_product(activation, unit):
+@pytest.mark.parametrize("heads", [None, "unit", "norm"])
+def test_what_follows_a_product(activation, heads):
     """Each token continues from the past that earlier tokens left."""
     rows, length, inputs, outputs, width = 2, 6, 9, 15, 4
     x, weight, taps = random(rows, length, inputs), random(outputs, inputs), random(outputs, width)
     factor, term, place = random(rows, outputs), random(rows, outputs, seed=1), torch.empty(rows, inputs).double()
-    step = Maps(rows, Map(place, weight, taps=taps, activation=activation, unit=unit, factor=factor, term=term))
+    scale = random(5)
+    options = {None: {}, "unit": {"unit": 5}, "norm": {"norm": scale, "eps": 0.1}}[heads]
+    step = Maps(rows, Map(place, weight, taps=taps, activation=activation, factor=factor, term=term, **options))
     past = random(rows, width - 1, outputs)
     y = torch.cat([past, F.linear(x, weight)], 1)
     y = sum(y[:, lag : lag + length] * taps[:, lag] for lag in range(width))
     y = {"identity": y, "silu": F.silu(y), "sigmoid": torch.sigmoid(y)}[activation]
-    if unit:
-        y = F.normalize(y.unflatten(-1, (-1, unit)), dim=-1, eps=1e-6).flatten(-2)
+    if heads == "unit":
+        y = F.normalize(y.unflatten(-1, (-1, 5)), dim=-1, eps=1e-6).flatten(-2)
+    elif heads == "norm":
+        y = F.rms_norm(y.unflatten(-1, (-1, 5)), (5,), scale, 0.1).flatten(-2)
     y = y * factor[:, None] + term[:, None]
     past = past.transpose(0, 1).contiguous().transpose(0, 1)  # strided like a slice of a longer sequence
     for t in range(length):

@@ -30,6 +30,9 @@ KINDS = {
     "linear": ("Llama", {"rope_parameters": ROPE | {"rope_type": "linear", "factor": 4.0}, "head_dim": 12}),
     "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
     "qwen2-window": ("Qwen2", {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}),
+    "qwen3": ("Qwen3", {"tie_word_embeddings": True, "head_dim": 12}),
+    "qwen3-window": ("Qwen3", {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1, "head_dim": 8,
+                               "attention_bias": True}),
     "mistral": ("Mistral", {"sliding_window": 7, "head_dim": 12}),
     "mistral-full": ("Mistral", {"sliding_window": None, "num_key_value_heads": 1}),
 }
@@ -166,9 +169,9 @@ def test_a_setting_that_transformers_ignores_is_ignored(tokenizer, tmp_path):
 
 REFUSED = {
     "gemma": (lambda f: edited(f, model_type="gemma"),
-              r"holds a model of type 'gemma'; allowed: titans, llama \(SmolLM2 too\), qwen2, mistral"),
+              r"holds a model of type 'gemma'; allowed: titans, llama \(SmolLM2 too\), qwen2, qwen3, mistral"),
     "moe": (lambda f: edited(f, model_type="mixtral"), "holds a model of type 'mixtral'"),
-    "qwen3": (lambda f: edited(f, model_type="qwen3"), "holds a model of type 'qwen3'"),
+    "gemma3": (lambda f: edited(f, model_type="gemma3_text"), "holds a model of type 'gemma3_text'"),
     "classifier": (lambda f: edited(f, architectures=["LlamaForSequenceClassification"]),
                    "holds LlamaForSequenceClassification; allowed: LlamaForCausalLM"),
     "quantised": (lambda f: edited(f, quantization_config={"quant_method": "gptq"}), r"quantised \(gptq\)"),

@@ -20,6 +20,7 @@ KINDS = {
     "one": {"kv_heads": 1, "bias": True},
     "wide": {"head_width": 10, "bias": True},
     "sinks": {"sinks": 3},
+    "normed": {"kv_heads": 2, "bias": True, "qk_norm": True},
     "sinks-shared": {"sinks": 1, "kv_heads": 1, "bias": True},
     "linear": {"rope_scaling": {"kind": "linear", "factor": 4.0}},
     "llama3": {"kv_heads": 2, "rope_scaling": LLAMA3},
@@ -70,6 +71,9 @@ def by_definition(attention, x, starts=None):
         z = torch.complex(y[: width // 2], y[width // 2 :]) * torch.polar(torch.ones_like(angles), angles * place)
         return torch.cat([z.real, z.imag])
 
+    def normed(y, norm):
+        return y if norm is None else norm.weight * y / (y.square().mean() + norm.eps).sqrt()
+
     rows = []
     for row, tokens in enumerate(x):
         outputs = []
@@ -80,8 +84,9 @@ def by_definition(attention, x, starts=None):
             heads = []
             for head in range(attention.n_heads):
                 own, shared = (slice(n * width, (n + 1) * width) for n in (head, head // group))
-                q = turned(attention.q(tokens[i])[own], i)
-                scores = torch.stack([q @ turned(attention.k(tokens[j])[shared], j) for j in seen]) / width**0.5
+                q = turned(normed(attention.q(tokens[i])[own], attention.q_norm), i)
+                keys = [turned(normed(attention.k(tokens[j])[shared], attention.k_norm), j) for j in seen]
+                scores = torch.stack([q @ k for k in keys]) / width**0.5
                 values = torch.stack([attention.v(tokens[j])[shared] for j in seen])
                 heads.append(scores.softmax(0) @ values)
             outputs.append(torch.cat(heads))

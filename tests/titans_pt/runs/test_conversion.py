@@ -144,6 +144,22 @@ def test_the_memory_begins_with_attentions_projections(source, ids, tmp_path, wo
     assert m_out.abs().max() > 1e-3  # the output projection has inputs to learn from
 
 
+@torch.no_grad()
+def test_a_memory_beside_normed_heads_has_their_directions(prepared, tmp_path):
+    """Up to the mean that is subtracted, the memory's queries and keys point as attention's do."""
+    source = untrained_run(tmp_path / "source", prepared, mixers=["attention"], n_layers=1, d_model=32, n_heads=4,
+                           init_std=0.3, attention={"kv_heads": 2, "qk_norm": True})  # fmt: skip
+    path = checkpoints.find(source / "checkpoints")
+    weights, draw = checkpoints.read_weights(path), torch.manual_seed(1)
+    weights |= {n: torch.rand(p.shape, generator=draw) for n, p in weights.items() if "k_norm" in n or "q_norm" in n}
+    checkpoints.save(source / "checkpoints", weights, {}, checkpoints.read_state(path))
+    mixer = load_run(convert_run(source, tmp_path / "titans", "titans", W, S)).model.blocks[0].mixer
+    x, a, m = torch.randn(2, 9, 32, generator=draw), mixer.attention, mixer.memory
+    for mine, theirs in ((m.q, a.queries(x)), (m.k, a.keys_values(x)[0].repeat_interleave(2, 2))):
+        found = torch.nn.functional.linear(x, mine.linear.weight).view(theirs.shape)
+        torch.testing.assert_close(torch.cosine_similarity(found, theirs, dim=-1), torch.ones(2, 9, 4))
+
+
 def test_memories_with_other_heads_are_added(source, tmp_path):
     """Heads of another number cannot be mixed with attention's one by one."""
     words = ["model.memory.n_heads=2"]

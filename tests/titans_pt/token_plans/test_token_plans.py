@@ -28,7 +28,7 @@ from titans_pt.token_plans.mixers import planner_of
 if reason := unserved(torch.zeros(1)):
     pytest.skip(f"no C: {reason}", allow_module_level=True)
 
-SHARED = {"kv_heads": 1, "bias": True, "rope_scaling": {"kind": "linear", "factor": 2.0}}
+SHARED = {"kv_heads": 1, "bias": True, "qk_norm": True, "rope_scaling": {"kind": "linear", "factor": 2.0}}
 FORMS = {
     "attention": ("attention", {}, {}),
     "swa": ("swa", {}, {}),
