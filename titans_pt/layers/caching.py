@@ -100,12 +100,12 @@ class Caching(nn.Module):
     sharding = {"u": Shard.COLUMN}
     per_rank = ("n_heads",)
 
-    def __init__(self, d_model: int, n_heads: int, config: CachingConfig):
+    def __init__(self, d_model: int, width: int, n_heads: int, config: CachingConfig):
         super().__init__()
         self.config, self.n_heads = config, n_heads
         self.reads = True
         """Whether tokens read the caches. If False, segments are still cached, for later tokens that read them."""
-        self.u = nn.Linear(d_model, d_model, bias=False) if config.learned else None
+        self.u = nn.Linear(d_model, width, bias=False) if config.learned else None
 
     def begin(self, k: Tensor) -> Caches:
         """Empty caches, for keys k (B, T, H, D)."""

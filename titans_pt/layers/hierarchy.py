@@ -13,7 +13,7 @@ from titans_pt.kernels.memory.state import Weights
 from titans_pt.layers.documents import Documents
 from titans_pt.layers.flops import Flops, product
 from titans_pt.layers.gradients import with_gradients
-from titans_pt.layers.memory import MemoryNetwork, Projection, network_shape, prefix_chunk
+from titans_pt.layers.memory import MemoryNetwork, network_shape, prefix_chunk, projections
 from titans_pt.layers.memory_costs import inner_flops, kept_bytes, stale_flops
 from titans_pt.layers.memory_gates import MemoryGates, of_chunk
 from titans_pt.layers.norm import RMSNorm
@@ -26,7 +26,7 @@ Starts = tuple[Weights, ...]
 
 @dataclass
 class HierarchyState:
-    """memories: the global one, then the local ones. q, k, v: (B, conv_width - 1, d_model), the convolutions' last
+    """memories: the global one, then the local ones. q, k, v: (B, conv_width - 1, H D), the convolutions' last
     inputs. place: (B,) int64, tokens read of each row's shard; on the host. keys: (B, H, D, D) fp32, the sum of k k^T
     over the shard, or None without a projection. start: M_0 of each memory, each tensor (B, H, d_in, d_out), after a
     prefix; else None.
@@ -46,17 +46,19 @@ class InnerMemory(nn.Module):
 
     sharding = {}
 
-    def __init__(self, d_model: int, n_heads: int, config: MemoryConfig, chunk: int):
+    def __init__(self, d_model: int, n_heads: int, width: int, config: MemoryConfig, chunk: int):
         super().__init__()
         self.config = of_chunk(config, chunk)
         self.chunk = chunk
-        self.shape = network_shape(d_model // n_heads, config)
+        self.shape = network_shape(width, config)
         self.gates = MemoryGates(d_model, n_heads, self.config, self.shape.channels)
         self.network = MemoryNetwork(n_heads, self.shape, config)
 
 
 class HierarchicalMemory(nn.Module):
-    """(B, T, d_model) -> V(q_t) + sum_i W^i_t(P_t q_t) of every token, (B, T, d_model), heads side by side, normalised.
+    """(B, T, d_model) -> V(q_t) + sum_i W^i_t(P_t q_t) of every token, (B, T, H D), heads side by side, normalised.
+
+    head_width: D; None: d_model / n_heads.
 
     TNT (arXiv 2511.07343). Tokens read V, the global memory, with the weights of their chunk's start: no token waits
     for others of its chunk. The local memories W^i see nearby tokens. They begin again at a learned M_0 every ``shard``
@@ -70,15 +72,17 @@ class HierarchicalMemory(nn.Module):
 
     sharding = {"": Shard.ENTER, "output_norm": Shard.SUMMED}
 
-    def __init__(self, d_model: int, n_heads: int, conv_width: int, config: MemoryConfig, norm_eps: float):
+    def __init__(
+        self, d_model: int, n_heads: int, conv_width: int, config: MemoryConfig, norm_eps: float,
+        head_width: int | None = None,
+    ):  # fmt: skip
         super().__init__()
         self.config, self.hierarchy = config, config.hierarchy
-        self.q = Projection(d_model, n_heads, conv_width, unit=True, affine=config.affine)
-        self.k = Projection(d_model, n_heads, conv_width, unit=True, affine=config.affine)
-        self.v = Projection(d_model, n_heads, conv_width, unit=False, affine=config.affine)
+        self.q, self.k, self.v = projections(d_model, n_heads, conv_width, config, head_width)
+        width = head_width or d_model // n_heads
         chunks = (self.hierarchy.chunk, *self.hierarchy.locals)
-        self.memories = nn.ModuleList(InnerMemory(d_model, n_heads, config, chunk) for chunk in chunks)
-        self.output_norm = RMSNorm(d_model // n_heads, eps=norm_eps)
+        self.memories = nn.ModuleList(InnerMemory(d_model, n_heads, width, config, chunk) for chunk in chunks)
+        self.output_norm = RMSNorm(width, eps=norm_eps)
 
     def forward(
         self,
@@ -189,7 +193,7 @@ class HierarchicalMemory(nn.Module):
             memory.chunk = chunk
 
     def start_after(self, prefix: Tensor) -> tuple[Tensor, Starts]:
-        """prefix (1, P, d_model) -> its outputs (1, P, d_model) and each memory's weights after writing it."""
+        """prefix (1, P, d_model) -> its outputs (1, P, H D) and each memory's weights after writing it."""
         y, state = self(prefix, prefix=True)
         return y, tuple(tuple(w[0] for w in memory.weights) for memory in state.memories)
 
@@ -197,9 +201,8 @@ class HierarchicalMemory(nn.Module):
 
     def flops(self, length: int) -> Flops:
         """Per token, at any length: the projections, and each memory's gates and products."""
-        width, heads = self.q.linear.in_features, self.q.n_heads
-        head = width // heads
-        total = 3 * product(width, width) + sum((memory.gates.flops() for memory in self.memories), Flops(0, 0))
+        linear, heads, head = self.q.linear, self.q.n_heads, self.memories[0].shape.width
+        total = 3 * product(linear.in_features, linear.out_features) + sum((memory.gates.flops() for memory in self.memories), Flops(0, 0))
         total += heads * stale_flops(self.memories[0].shape, self.memories[0].config)
         for memory in self.memories[1:]:
             total += heads * inner_flops(memory.shape, memory.config)

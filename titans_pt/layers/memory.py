@@ -60,6 +60,7 @@ def network_shape(width: int, config: MemoryConfig) -> NetworkShape:
 class Projection(nn.Module):
     """Linear, causal convolution, SiLU, and for queries and keys unit length: (B, T, d_model) -> (B, T, H, D).
 
+    head_width: D; None: d_model / n_heads.
     affine: the linear layer has a bias, and there is no SiLU (model.memory.projections).
 
     The filters of values (``unit`` is False) begin as the identity: at first a value depends on its own token alone.
@@ -71,11 +72,15 @@ class Projection(nn.Module):
     sharding = {"linear": Shard.COLUMN, "conv": Shard.COLUMN}
     per_rank = ("n_heads",)
 
-    def __init__(self, d_model: int, n_heads: int, conv_width: int, unit: bool, affine: bool = False):
+    def __init__(
+        self, d_model: int, n_heads: int, conv_width: int, unit: bool, affine: bool = False,
+        head_width: int | None = None,
+    ):  # fmt: skip
         super().__init__()
         self.n_heads, self.unit, self.affine = n_heads, unit, affine
-        self.linear = nn.Linear(d_model, d_model, bias=affine)
-        self.conv = ShortConvolution(d_model, conv_width, of_values=not unit)
+        width = n_heads * head_width if head_width else d_model
+        self.linear = nn.Linear(d_model, width, bias=affine)
+        self.conv = ShortConvolution(width, conv_width, of_values=not unit)
         if not unit:
             self.conv.begin_as_identity()
 
@@ -86,6 +91,16 @@ class Projection(nn.Module):
         width = y.shape[-1] // self.n_heads
         y, state = self.conv(y, state, documents, silu=not self.affine, unit=width if self.unit else 0)
         return y.unflatten(-1, (self.n_heads, width)), state
+
+
+def projections(
+    d_model: int, n_heads: int, conv_width: int, config: MemoryConfig, head_width: int | None = None
+) -> tuple[Projection, Projection, Projection]:
+    """A memory's projections to queries, keys and values."""
+    q, k, v = (
+        Projection(d_model, n_heads, conv_width, unit, config.affine, head_width) for unit in (True, True, False)
+    )
+    return q, k, v
 
 
 class MemoryNetwork(nn.Module):
@@ -122,7 +137,7 @@ class MemoryNetwork(nn.Module):
 
 @dataclass
 class NeuralMemoryState:
-    """memory: see MemoryState. q, k, v: (B, conv_width - 1, d_model), the convolutions' last inputs.
+    """memory: see MemoryState. q, k, v: (B, conv_width - 1, H D), the convolutions' last inputs.
 
     start: M_0 of a memory that began after a prefix, not at the learned weights: L tensors (B, H, d_in, d_out), equal
     for every row, which share its storage. Kept by memories that forget to it or whose caches read it, otherwise None.
@@ -138,7 +153,9 @@ class NeuralMemoryState:
 
 
 class NeuralMemory(nn.Module):
-    """(B, T, d_model) -> M_t(q_t) of every token, (B, T, d_model): heads side by side, an RMSNorm on each.
+    """(B, T, d_model) -> M_t(q_t) of every token, (B, T, H D): heads side by side, an RMSNorm on each.
+
+    head_width: D; None: d_model / n_heads.
 
     A prefix (persistent tokens) is the same for every row and document. It is written once, and every document begins
     from the resulting weights, with S_0 = 0.
@@ -146,22 +163,24 @@ class NeuralMemory(nn.Module):
 
     sharding = {"": Shard.ENTER, "output_norm": Shard.SUMMED}
 
-    def __init__(self, d_model: int, n_heads: int, conv_width: int, config: MemoryConfig, norm_eps: float):
+    def __init__(
+        self, d_model: int, n_heads: int, conv_width: int, config: MemoryConfig, norm_eps: float,
+        head_width: int | None = None,
+    ):  # fmt: skip
         super().__init__()
-        if d_model % n_heads or (config.norm and n_heads == d_model):
+        width = head_width or d_model // n_heads
+        if (head_width is None and d_model % n_heads) or (config.norm and width == 1):
             raise ValueError(
                 f"n_heads: given {n_heads}; must divide d_model={d_model}, and under a LayerNorm, which makes a "
                 "constant of a head of width 1, be below it"
             )
         self.config = config
-        self.q = Projection(d_model, n_heads, conv_width, unit=True, affine=config.affine)
-        self.k = Projection(d_model, n_heads, conv_width, unit=True, affine=config.affine)
-        self.v = Projection(d_model, n_heads, conv_width, unit=False, affine=config.affine)
-        self.shape = network_shape(d_model // n_heads, config)
+        self.q, self.k, self.v = projections(d_model, n_heads, conv_width, config, head_width)
+        self.shape = network_shape(width, config)
         self.gates = MemoryGates(d_model, n_heads, config, self.shape.channels)
         self.network = MemoryNetwork(n_heads, self.shape, config)
-        self.caching = None if config.caching is None else Caching(d_model, n_heads, config.caching)
-        self.output_norm = RMSNorm(d_model // n_heads, eps=norm_eps)
+        self.caching = None if config.caching is None else Caching(d_model, n_heads * width, n_heads, config.caching)
+        self.output_norm = RMSNorm(width, eps=norm_eps)
 
     def forward(
         self,
@@ -280,7 +299,7 @@ class NeuralMemory(nn.Module):
         return memory, Documents.of(starts, q.device)
 
     def start_after(self, prefix: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """prefix (1, P, d_model) -> its outputs (1, P, d_model) and the weights (H, d_in, d_out) after writing it."""
+        """prefix (1, P, d_model) -> its outputs (1, P, H D) and the weights (H, d_in, d_out) after writing it."""
         y, state = self(prefix, chunk_size=prefix_chunk(self.gates.rule, self.config.chunk_size, prefix.shape[1]))
         return y, tuple(w[0] for w in state.memory.weights)
 
@@ -311,8 +330,8 @@ class NeuralMemory(nn.Module):
     def flops(self, length: int) -> Flops:
         """Per token of a document of ``length``: the projections, the gates, the memory and its caches; the short
         convolutions are element-wise."""
-        width, heads = self.q.linear.in_features, self.q.n_heads
-        total = 3 * product(width, width) + self.gates.flops() + heads * inner_flops(self.shape, self.config)
+        d_model, width, heads = self.q.linear.in_features, self.q.linear.out_features, self.q.n_heads
+        total = 3 * product(d_model, width) + self.gates.flops() + heads * inner_flops(self.shape, self.config)
         return total if self.caching is None else total + self.caching.flops(length, width, self.read_flops())
 
     def read_flops(self) -> Flops:

@@ -148,9 +148,9 @@ def _inputs(run: LoadedRun, settings: Config, layers: Sequence[int]) -> dict[int
 def _start_memory(prefix: str, weights: dict[str, Tensor], config: ModelConfig, inputs: Tensor | None):
     """Initialises the memory's projections from attention's, with keys and values repeated for heads that share them.
 
-    The projections keep their random values if the heads' total width differs from the model's. If attention has norms
-    of queries and keys (model.attention.qk_norm), the projections are multiplied by their weights: the memory then sees
-    the same directions, and it makes all lengths 1.
+    The projections keep their random values if the memory's heads together have another width than attention's. If
+    attention has norms of queries and keys (model.attention.qk_norm), the projections are multiplied by their weights:
+    the memory then sees the same directions, and it makes all lengths 1.
 
     Biases subtract the mean from queries and keys. The keys of a pretrained head all point in nearly the same
     direction, and a memory written under such keys returns the mean of the values. Attention is not affected, because

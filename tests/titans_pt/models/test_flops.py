@@ -101,6 +101,21 @@ def test_adapters_are_counted_to_the_product():
     assert build_model(adapted).flops(T).total - build_model(plain).flops(T).total == more_both - both
 
 
+@pytest.mark.parametrize("hierarchy", [None, {"chunk": 8, "locals": [4], "shard": 16}])
+def test_a_memory_of_wider_heads(hierarchy):
+    """Beside projections and gates, a memory's FLOPs depend on its heads alone, not on the model's width."""
+    settings = config(
+        ["mab"], memory={"depth": 1, "hierarchy": hierarchy}, mab={"join": "mixed"}, attention={"head_width": 24}
+    )
+    inner = []
+    for width in (32, 48):
+        memory = build_model(settings.model_copy(update={"d_model": width})).blocks[0].mixer.memory
+        gates = [memory] if hierarchy is None else memory.memories
+        outside = 3 * 2 * width * 48 + sum(one.gates.flops().forward for one in gates)
+        inner.append(memory.flops(T).forward - outside)
+    assert inner[0] == inner[1] > 0
+
+
 @pytest.mark.parametrize("model", ["mac", "mag", "mal", "mab", "liza", "swa"])
 def test_the_others_are_near(model, monkeypatch):
     """The counter counts masked scores, therefore its number is larger; on a short sequence the difference is large."""

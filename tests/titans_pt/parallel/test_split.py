@@ -159,12 +159,12 @@ def test_shared_heads_and_biases(mixers):
     assert shapes["blocks.0.mixer.attention.k.weight"] == (attention.get("head_width", 8), 32)
 
 
-@pytest.mark.parametrize("join", ["mixed", "added"])
-def test_a_memory_beside_attention(join):
+@pytest.mark.parametrize(("join", "width"), [("mixed", 8), ("mixed", 10), ("added", 8)])
+def test_a_memory_beside_attention(join, width):
     linear = {"depth": 1, "norm": False, "residual": False, "projections": "affine"}
-    attention = {"kv_heads": 2, "bias": True, "sinks": 2}
+    attention = {"kv_heads": 2, "bias": True, "sinks": 2, "head_width": width}
     shapes = check(config(["mab"], attention=attention, mab={"join": join}, memory=linear))
-    assert shapes["blocks.0.mixer.memory.k.linear.bias"] == (16,)
+    assert shapes["blocks.0.mixer.memory.k.linear.bias"] == (2 * width,)
 
 
 @pytest.mark.parametrize("mixers", [["mab"], ["mac", "mag"], ["mal", "lmm"]], ids=str)

@@ -145,15 +145,19 @@ def test_the_memory_begins_with_attentions_projections(source, ids, tmp_path, wo
 
 
 @torch.no_grad()
-def test_a_memory_beside_normed_heads_has_their_directions(prepared, tmp_path):
-    """Up to the mean that is subtracted, the memory's queries and keys point as attention's do."""
+@pytest.mark.parametrize("hierarchy", [False, True])
+def test_a_memory_beside_normed_and_wider_heads_has_their_directions(prepared, tmp_path, hierarchy):
+    """Up to the mean that is subtracted, the memory's queries and keys point as attention's do (Qwen3)."""
+    attention = {"kv_heads": 2, "qk_norm": True, "head_width": 12}
     source = untrained_run(tmp_path / "source", prepared, mixers=["attention"], n_layers=1, d_model=32, n_heads=4,
-                           init_std=0.3, attention={"kv_heads": 2, "qk_norm": True})  # fmt: skip
+                           init_std=0.3, attention=attention)  # fmt: skip
     path = checkpoints.find(source / "checkpoints")
     weights, draw = checkpoints.read_weights(path), torch.manual_seed(1)
     weights |= {n: torch.rand(p.shape, generator=draw) for n, p in weights.items() if "k_norm" in n or "q_norm" in n}
     checkpoints.save(source / "checkpoints", weights, {}, checkpoints.read_state(path))
-    mixer = load_run(convert_run(source, tmp_path / "titans", "titans", W, S)).model.blocks[0].mixer
+    words = ["model.memory.hierarchy={locals: [4]}"] if hierarchy else []
+    mixer = load_run(convert_run(source, tmp_path / "titans", "titans", W, S, None, words)).model.blocks[0].mixer
+    assert mixer.memory_out is None
     x, a, m = torch.randn(2, 9, 32, generator=draw), mixer.attention, mixer.memory
     for mine, theirs in ((m.q, a.queries(x)), (m.k, a.keys_values(x)[0].repeat_interleave(2, 2))):
         found = torch.nn.functional.linear(x, mine.linear.weight).view(theirs.shape)
@@ -165,7 +169,7 @@ def test_memories_with_other_heads_are_added(source, tmp_path):
     words = ["model.memory.n_heads=2"]
     run = load_run(convert_run(source, tmp_path / "titans", "titans", W, S, None, words))
     assert run.config.model.section("mab")["join"] == "added" and run.model.blocks[0].mixer.memory_share is None
-    with pytest.raises(UserError, match="model.mab.join: given 'mixed'; must be added: the memory has 2 heads for att"):
+    with pytest.raises(UserError, match="model.mab.join: given 'mixed'; must be added: the memory has 2 heads for attention's 4"):
         convert_run(source, tmp_path / "other", "titans", W, S, None, [*words, "model.mab.join=mixed"])
 
 

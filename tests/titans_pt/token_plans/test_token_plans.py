@@ -41,6 +41,7 @@ FORMS = {
     "lmm": ("lmm", {}, {}),
     "mag": ("mag", {}, {}),
     "mab": ("mab", {"attention": SHARED | {"sinks": 2}}, {}),
+    "mab-wide": ("mab", {"attention": {"head_width": 12}}, {"depth": 1, "projections": "affine"}),
     "mab-added": ("mab", {"mab": {"join": "added"}, "attention": SHARED | {"sinks": 2}}, {}),
     "mab-mixed": (
         "mab",

@@ -320,9 +320,10 @@ class WindowedMemoryMixer(Windowed, MemoryMixer):
         check_window(config, need, cls.any_width)
 
 
-def build_memory(config: ModelConfig) -> Memory:
+def build_memory(config: ModelConfig, head_width: int | None = None) -> Memory:
+    """The memory of a mixer; head_width None: its heads together are as wide as the model."""
     kind = NeuralMemory if config.memory.hierarchy is None else HierarchicalMemory
-    return kind(config.d_model, config.memory_heads, config.conv_width, config.memory, config.norm_eps)
+    return kind(config.d_model, config.memory_heads, config.conv_width, config.memory, config.norm_eps, head_width)
 
 
 def persistent(config: ModelConfig) -> nn.Parameter | None:

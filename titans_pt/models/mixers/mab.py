@@ -26,8 +26,8 @@ class MABSettings(Section):
     join: Literal["mixed", "added"] = "mixed"
     """Join of attention and memory. mixed: each head's output moves from attention towards the memory by a learned
     share, as full attention moves from the window towards the tokens beyond it. The output projection is attention's;
-    the memory needs as many heads as attention, equally wide. added: the memory's output is added, through an output
-    projection of its own."""
+    the memory has as many heads as attention, equally wide. added: the memory's output is added, through an output
+    projection of its own, and its heads together are as wide as the model."""
     attention_dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
     """Share of training samples, drawn for each layer and step, for which the layer drops attention's output: the
     memory must then also answer what the window could answer."""
@@ -37,11 +37,6 @@ class MABSettings(Section):
 class MABState:
     attention: AttentionState
     memory: AnyMemoryState
-
-
-def alike(config: ModelConfig) -> bool:
-    """Whether attention and memory have the same number of heads, equally wide."""
-    return config.memory_heads == config.n_heads and config.n_heads * config.head_width == config.d_model
 
 
 @MIXERS.register
@@ -71,7 +66,7 @@ class MAB(BesideAttention, WindowedMemoryMixer):
         self.attention_dropout = settings.attention_dropout
         self.attention = Attention(config, config.window)
         self.out = nn.Linear(self.attention.width, config.d_model, bias=False)
-        self.memory = build_memory(config)
+        self.memory = build_memory(config, config.head_width if settings.join == "mixed" else None)
         self.memory_share = self.memory_out = None
         if settings.join == "mixed":
             self.memory_share = nn.Linear(config.d_model, config.n_heads)
@@ -82,18 +77,17 @@ class MAB(BesideAttention, WindowedMemoryMixer):
     def defaults(cls, config: ModelConfig, length: int | None = None) -> dict[str, Any]:
         linear = {"model.memory.depth": 1, "model.memory.norm": False, "model.memory.residual": False}
         found = super().defaults(config, length) | linear | {"model.memory.projections": "affine"}
-        return found if alike(config) else found | {"model.mab.join": "added"}
+        return found if config.memory_heads == config.n_heads else found | {"model.mab.join": "added"}
 
     @classmethod
     def check(cls, config: Config, need: Need):
         super().check(config, need)
         settings, model = cls.settings(config.model), config.model
         need(
-            settings.join == "added" or alike(model),
+            settings.join == "added" or model.memory_heads == model.n_heads,
             "model.mab.join",
             settings.join,
-            f"must be added: the memory has {model.memory_heads} heads for attention's {model.n_heads} of width "
-            f"{model.head_width}, in a model of width {model.d_model}",
+            f"must be added: the memory has {model.memory_heads} heads for attention's {model.n_heads}",
         )
         share, name = settings.attention_dropout, "model.mab.attention_dropout"
         need(
