@@ -118,8 +118,8 @@ class Maps:
             y = one.weight.new_empty(batch, outputs)
             plain = None if turn is None else torch.empty_like(y)
             for name, tensor in {
-                "x": x, "weight": one.weight, "bias": one.bias, "taps": one.taps, "norm": one.norm, "factor": factor, "term": term,
-                "out": y, "unturned": plain, "cosine": turn and turn.cosine, "sine": turn and turn.sine,
+                "x": x, "weight": one.weight, "bias": one.bias, "taps": one.taps, "norm": one.norm,
+                "factor": factor, "term": term, "out": y, "unturned": plain, "cosine": turn and turn.cosine, "sine": turn and turn.sine,
             }.items():  # fmt: skip
                 if tensor is not None and tensor.dtype != y.dtype:
                     raise ValueError(f"{name}: given {tensor.dtype}; must be {y.dtype}, as the weight is")

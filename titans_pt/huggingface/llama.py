@@ -1,4 +1,4 @@
-"""Llama-like models of Hugging Face as runs: Llama (SmolLM2 among them), Qwen2, Qwen3 and Mistral, exactly or not at all.
+"""Llama-like models of Hugging Face as runs: Llama (with SmolLM2), Qwen2, Qwen3 and Mistral, exactly or not at all.
 
 transformers reads the settings and weights; all of its formats (shards, old names, GGUF) therefore work. A setting that
 this project's model does not compute exactly is refused by name.

