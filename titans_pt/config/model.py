@@ -163,9 +163,9 @@ class MemoryConfig(Section):
     comparisons with the paper's form."""
     step_bound: Annotated[float, Field(gt=0.0)] | None = None
     """theta = step_bound * (1 - eta) * gate(.). Null: the largest bound known to be stable for chunk_size,
-    min(0.1, 1.9 / chunk_size), with norm=false min(0.1, 0.95 / chunk_size); deep_steps=small takes a fraction of it.
-    With theta=free it sets only theta's initial value. Memories with longer chunks (hierarchy, model.mlp_periods) use
-    at most the bound that is stable for these chunks."""
+    min(0.1, 1.9 / chunk_size), with norm=false min(0.1, 0.95 / chunk_size); deep_steps=small and the rules moneta and
+    memora take a fraction of it, but not of a given number. With theta=free it sets only theta's initial value.
+    Memories with longer chunks (hierarchy, model.mlp_periods) use at most the bound that is stable for these chunks."""
     deep_steps: Literal["small", "full"] = "small"
     """Step size of memories with three and four matrices under a bounded theta. small: a quarter and an eighth of the
     bound (unless step_bound is set), with theta times min(1, sqrt(D) / (2 ||v||)) for a value v. full: the same steps
@@ -303,7 +303,8 @@ class ModelConfig(Section):
     them together, which takes far longer (docs/notebook.md, "Stories need filters as wide as a sentence")."""
     value_filters: Literal["own", "identity", "random"] = "own"
     """Initialisation of the convolution of a mixer's values, or of its inputs if one convolution serves all. own: the
-    identity for memories, random for baselines, as their authors do. identity, random: the same for every mixer."""
+    identity for memories, random for baselines. identity, random: the same for every mixer. random: uniform within
+    1 / sqrt(conv_width), PyTorch's default, which most authors keep (docs/models.md)."""
     rope_base: Annotated[float, Field(gt=1.0)] = 10000.0
     """Base of the rotary position embedding's wavelengths."""
     attention: AttentionConfig = AttentionConfig()

@@ -28,7 +28,7 @@ class TTTNetwork(nn.Module):
     """Learned initial parameters of the inner network, and its LayerNorm, which the inner loop does not change.
 
     Calling the module returns copies of its parameters, for code that shards parameters by module. They have no weight
-    decay, as in the authors' code.
+    decay, unlike in the authors' code: under the LayerNorm, smaller weights would make every inner step larger.
     """
 
     sharding = {"": Shard.COLUMN}

@@ -90,6 +90,14 @@ def test_attention_counts_the_keys_that_are_seen():
     assert both == pytest.approx(flops.total + 3 * masked + whole / 2, rel=1e-12)
 
 
+@pytest.mark.parametrize("length", [8, 32, 64])
+def test_mac_counts_the_keys_that_a_sequence_has(length):
+    """A sequence shorter than a segment has fewer keys: it counts as one segment of its own length."""
+    flops = [build_model(config(["mac"], mac={"segment": segment, "memory_tokens": segment // 2})).flops(length).forward
+             for segment in (64, length)]  # fmt: skip
+    assert flops[0] == flops[1]
+
+
 def test_adapters_are_counted_to_the_product():
     """Adapters add FLOPs in each layer of a block: q, k, v, out (32, 32), gate, up (32, 48), down (48, 32)."""
     plain, adapted = config(["attention"]), config(["attention"], lora={"rank": 4})

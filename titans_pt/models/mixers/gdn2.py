@@ -15,7 +15,8 @@ class GDN2(ChannelDeltaMixer):
     """KDA with b = sigmoid(W_b x) per key channel and w = sigmoid(W_w x) per value channel in beta's place:
     S = (I - k (b * k)^T) diag(decay) S + k (w * v)^T.
 
-    The transition is no contraction: the norm of I - k (b * k)^T reaches 1.13 with b below 1.
+    The transition is no contraction: the norm of I - k (b * k)^T reaches 1.13 with b below 1. The output gate is a
+    sigmoid, as in KDA and in flash-linear-attention's layer; the authors' code has SiLU.
     """
 
     name = "gdn2"

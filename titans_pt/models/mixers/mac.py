@@ -203,7 +203,8 @@ class MAC(MemoryMixer):
     def flops(self, length: int) -> Flops:
         """A memory token per ``stride`` tokens is read, projected, and seen by the tokens from its own place on."""
         d, prefix = self.out.in_features, 0 if self.persistent is None else len(self.persistent)
-        seen = mean_keys(self.segment, self.segment) + (self.segment // self.stride + 1) / 2 + prefix
+        whole = min(length, self.segment)
+        seen = mean_keys(whole, None) + (whole / self.stride + 1) / 2 + prefix
         reading = product(d, d) + (1 / self.stride) * (
             linear_flops(self.attention.k) + linear_flops(self.attention.v) + self.memory.read_flops()
         )
