@@ -119,7 +119,8 @@ class Maps:
             plain = None if turn is None else torch.empty_like(y)
             for name, tensor in {
                 "x": x, "weight": one.weight, "bias": one.bias, "taps": one.taps, "norm": one.norm,
-                "factor": factor, "term": term, "out": y, "unturned": plain, "cosine": turn and turn.cosine, "sine": turn and turn.sine,
+                "factor": factor, "term": term, "out": y, "unturned": plain,
+                "cosine": turn and turn.cosine, "sine": turn and turn.sine,
             }.items():  # fmt: skip
                 if tensor is not None and tensor.dtype != y.dtype:
                     raise ValueError(f"{name}: given {tensor.dtype}; must be {y.dtype}, as the weight is")
