@@ -8,6 +8,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from titans_pt.data_pipeline import StreamDecoder, TokenFiles, load_tokenizer
 from titans_pt.data_pipeline.prepare import prepare
+from titans_pt.data_pipeline.tokenizers import huggingface as module
 from titans_pt.errors import UserError
 
 SCRIPTS = "Ünïcode  текст 日本語 العربية हिन्दी 😀👩‍👩‍👧 e\u0301\r\n\n  \tindented\n <|endoftext|> </s>  "
@@ -53,6 +54,45 @@ def llama(tmp_path_factory, texts):
         [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
     return saved(tmp_path_factory.mktemp("llama") / "a", tokenizer, "</s>")
+
+
+class Counting:
+    """A tokenizer of the library that keeps the length of the longest text that it encodes."""
+
+    def __init__(self, inner):
+        self.inner, self.longest = inner, 0
+
+    def encode(self, text, **options):
+        self.longest = max(self.longest, len(text))
+        return self.inner.encode(text, **options)
+
+    def encode_batch_fast(self, texts, **options):
+        self.longest = max(self.longest, *map(len, texts))
+        return self.inner.encode_batch_fast(texts, **options)
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "llama"])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_long_texts_are_encoded_in_stretches_to_the_same_ids(request, texts, monkeypatch, kind, threads):
+    tokenizer = load_tokenizer(request.getfixturevalue(kind))
+    words, scripts = "\n".join(texts)[:20_000], SCRIPTS.replace("\u2581", "") * 40
+    long = [words, words.replace("\n", " "), scripts, "the\r\n\n" * 2000, "天地玄黃" * 2000, "e\u0301" * 3000]
+    whole = [list(ids) for ids in tokenizer.encode_batch(long)]
+    monkeypatch.setattr(module, "_STRETCH", 500)
+    tokenizer._tokenizer = counting = Counting(tokenizer._tokenizer)
+    mixed = [part for text in long for part in (text, text[:100])]
+    found = [list(ids) for ids in tokenizer.encode_batch(mixed, threads)]
+    assert found[::2] == whole and counting.longest <= 500 + module._AROUND
+    assert found[1::2] == [tokenizer.encode(text[:100]) for text in long]
+
+
+def test_a_text_that_cannot_be_cut_is_encoded_at_once(byte_level, monkeypatch):
+    monkeypatch.setattr(module, "_STRETCH", 300)
+    tokenizer = load_tokenizer(byte_level)
+    text = "a" + " " * 2000 + "b"
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    monkeypatch.setattr(module, "_places", lambda *_: [])
+    assert tokenizer.encode(text) == tokenizer._encode(text)
 
 
 def streamed(tokenizer, ids):
