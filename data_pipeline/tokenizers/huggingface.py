@@ -149,7 +149,8 @@ class HuggingFaceTokenizer(Tokenizer):
             elif i in added:
                 pieces.append(piece.encode())
             elif of_character is not None:
-                pieces.append(bytes(of_character[character] for character in piece))
+                known = all(character in of_character for character in piece)  # else the library gives the piece itself
+                pieces.append(bytes(of_character[character] for character in piece) if known else piece.encode())
             elif found := _BYTE.fullmatch(piece):
                 pieces.append(bytes([int(found[1], 16)]))
             else:

@@ -95,6 +95,15 @@ def test_a_text_that_cannot_be_cut_is_encoded_at_once(byte_level, monkeypatch):
     assert tokenizer.encode(text) == tokenizer._encode(text)
 
 
+def test_a_byte_level_piece_that_spells_no_bytes(byte_level, tmp_path):
+    tree = json.loads(byte_level.read_text())
+    tree["model"]["vocab"]["<｜end｜>"] = len(tree["model"]["vocab"])
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tree))
+    tokenizer = load_tokenizer(tmp_path / "tokenizer.json", "<|endoftext|>")
+    assert tokenizer.decode([tokenizer.vocab_size - 1]) == "<｜end｜>"
+    assert tokenizer._tokenizer.decode([tokenizer.vocab_size - 1]) == "<｜end｜>"
+
+
 def streamed(tokenizer, ids):
     decoder = StreamDecoder(tokenizer)
     return "".join(decoder.push(i) for i in ids) + decoder.finish()
