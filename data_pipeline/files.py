@@ -151,8 +151,10 @@ def abridged(names: list[str], count: int | None = None, most: int = 8) -> str:
 
 def _other_kind(source: SourceConfig, names: list[str]) -> str:
     """Advice on text files that kind=hub reads; empty without such files."""
+    if source.kind != "files":
+        return ""
     found = sorted({os.path.splitext(name.lower())[1] for name in names} & {*_OF_DATASETS})
-    return f"; for {' and '.join(found)} set kind=hub and path to the folder" if found and source.kind == "files" else ""
+    return f"; for {' and '.join(found)} set kind=hub and path to the folder" if found else ""
 
 
 def _walk(folder: Path, above: tuple[tuple[int, int], ...]) -> Iterator[tuple[Path, bool]]:

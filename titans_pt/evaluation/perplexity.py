@@ -114,9 +114,10 @@ class Perplexity:
             files = TokenFiles.of_another_text(config, Path(text))
             if files is None:
                 raise UserError(f"{setting}: {folder} holds no token files; make them with: {remedy}")
-        if files.manifest["tokenizer_sha256"] != run.tokenizer.sha256:
+        made = files.manifest["tokenizer_sha256"], files.tokenizer.eos_id  # a tokenizer.json does not name its eos
+        if made != (run.tokenizer.sha256, run.tokenizer.eos_id):
             raise UserError(
-                f"{setting}: {folder} holds token files of another tokenizer than the run's; "
+                f"{setting}: {folder} holds token files of another tokenizer, or another eos, than the run's; "
                 f"prepare them again with {remedy}"
             )
         self.unigram_loss = files.manifest["unigram_loss"]

@@ -207,6 +207,26 @@ def test_other_added_tokens_are_found_in_text(not_special):
     assert index in tokenizer.encode(f"a{PLAIN}a") and tokenizer.pieces[index] == PLAIN.encode()
 
 
+def test_another_eos_beside_the_tokenizer_is_a_change(byte_level, config, tmp_path, capsys):
+    library = tokenizers.Tokenizer.from_file(str(byte_level))
+    library.add_special_tokens(["<|im_end|>"])
+    path = saved(tmp_path / "tokenizer", library)
+    settings = config(data={"tokenizer": {"path": str(path)}}, model={"vocab_size": 401})
+    names = path.parent / "tokenizer_config.json"
+    before = names.read_text()
+    content = prepare(settings)["content"]
+    assert prepare(settings)["content"] == content and "up to date" in capsys.readouterr().err
+    names.write_text(before.replace("<|endoftext|>", "<|im_end|>"))
+    with pytest.raises(UserError, match=r"\(data.tokenizer.path: documents begin or end with '<\|endoftext\|>', now"):
+        prepare(settings)
+    prepare(settings, force=True, shard=(0, 1))
+    names.write_text(before)  # the parts with the other eos do not count
+    assert prepare(settings, force=True)["content"] == content
+    names.write_text(before.replace("<|endoftext|>", "<|im_end|>"))
+    assert prepare(settings, force=True)["content"] != content
+    assert TokenFiles.open(settings).tokenizer.eos_id == 400
+
+
 def test_documents_that_spell_eos_hold_it_once(not_special, config, tmp_path):
     text = tmp_path / "text.jsonl"
     lines = [{"text": f"{i} before<|endoftext|>after <|endoftext|>"} for i in range(40)]
