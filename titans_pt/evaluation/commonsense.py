@@ -164,10 +164,11 @@ class TitansLM(TemplateLM):
         ids = self.tok_encode(prompt) or self.titans_tokenizer.before_text
         options = normalize_gen_kwargs(options)
         until = [stop for stop in options["until"] if stop]
+        temperature = options.get("temperature", 1.0 if options["do_sample"] else 0.0)  # 1: transformers' default
         decoder, text = StreamDecoder(self.titans_tokenizer, continues=True), ""
         tokens = sample(
             self.model, *prefill(self.model, torch.tensor([ids]), self.prefill_tokens),
-            options["max_gen_toks"], {self.eot_token_id}, options.get("temperature", 0.0), options.get("top_k"),
+            options["max_gen_toks"], {self.eot_token_id}, temperature, options.get("top_k"),
             options.get("top_p", 1.0), seed,
         )  # fmt: skip
         for token in tokens:

@@ -128,8 +128,9 @@ def test_generation_ends_where_it_is_told(loaded, options, expected):
     assert lm.generate_until([request("xxxxxxx", options)]) == [expected]
 
 
-def test_a_temperature_draws_and_repetitions_differ(loaded):
-    lm, drawn = commonsense.TitansLM(loaded), request("abc dea", {"temperature": 1.0, "max_gen_toks": 20})
+@pytest.mark.parametrize("options", [{"temperature": 1.0}, {"do_sample": True}])
+def test_a_temperature_draws_and_repetitions_differ(loaded, options):
+    lm, drawn = commonsense.TitansLM(loaded), request("abc dea", {**options, "max_gen_toks": 20})
     greedy = request("abc dea", {"temperature": 1.0, "do_sample": False, "max_gen_toks": 20})
     found = lm.generate_until([drawn, drawn, greedy, greedy])
     assert len(set(found)) == 3 and found[2] == found[3]
