@@ -120,6 +120,11 @@ class Perplexity:
                 f"{setting}: {folder} holds token files of another tokenizer, or another eos, than the run's; "
                 f"prepare them again with {remedy}"
             )
+        bos = bool(files.manifest.get("settings", {}).get("data.tokenizer", {}).get("add_bos"))
+        if bos != bool(run.tokenizer.begin):
+            log.warning("%s: documents in %s begin %s bos, those of the run's training %s it; for a fair loss set "
+                        "data.tokenizer.add_bos=%s and prepare them again", setting, folder,
+                        *(("with", "without") if bos else ("without", "with")), str(not bos).lower())  # fmt: skip
         self.unigram_loss = files.manifest["unigram_loss"]
         self.validation = files.validation
         self.length = config.evaluation.perplexity.length or config.data.seq_len

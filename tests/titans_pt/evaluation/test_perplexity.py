@@ -194,6 +194,18 @@ def test_of_the_same_tokenizer_with_another_eos(run):
         measured(run)
 
 
+def test_another_text_with_or_without_bos(run, prepared, caplog):
+    """The loss of bos, or of texts without it, is not what training reached: it is scored, with a warning."""
+    run.tokenizer = load_tokenizer(saved_tokenizer(prepared), add_bos=True)
+    config = load_config(run.folder.config, [f"evaluation.perplexity.text={prepared}"])
+    perplexity.Perplexity(run, config)
+    assert "begin without bos, those of the run's training with it" in caplog.text
+    caplog.clear()
+    run.tokenizer = load_tokenizer(saved_tokenizer(prepared))
+    perplexity.Perplexity(run, config)
+    assert not caplog.text
+
+
 def test_another_text(run, prepared, tmp_path):
     """The folder's validation tokens are scored. Its sources may differ from the run's, its tokenizer may not."""
     path = saved_tokenizer(prepared)
