@@ -35,6 +35,8 @@ ALLOWED = (
     ".txt, .jsonl or .ndjson (each also with .gz, .bz2, .xz or .zst behind it), compressed .json with an object "
     "per line, .parquet"
 )
+_OF_DATASETS = (".csv", ".tsv", ".arrow", ".json")
+"""Suffixes that kind=hub reads in a folder."""
 _ROWS = 1024
 """Rows of a parquet file that are turned into Python objects at once."""
 _HASHED = 1 << 22
@@ -118,7 +120,7 @@ def listing(source: SourceConfig) -> Listing:
         if not stat.S_ISREG(mode):
             raise UserError(f"{given}: a pipe or device, which cannot be read twice; write what it gives to a file")
         if not read(root, named=True):
-            raise UserError(f"{given}: no usable file; allowed are {allowed}")
+            raise UserError(f"{given}: no usable file; allowed are {allowed}{_other_kind(source, [root.name])}")
         return Listing([root], [])
     found, ignored = [], []
     for path, folder in _walk(root, tuple(map(_identity, root.resolve().parents))):
@@ -132,7 +134,7 @@ def listing(source: SourceConfig) -> Listing:
     ignored.sort(key=lambda name: (name.startswith(".") or "/." in name, name))  # hidden ones last
     if not found:
         beside = f" (there are: {abridged(ignored)})" if ignored else " (it is empty)"
-        raise UserError(f"{given}: no usable file{beside}; allowed are {allowed}")
+        raise UserError(f"{given}: no usable file{beside}; allowed are {allowed}{_other_kind(source, ignored)}")
     return Listing([path for _, path in sorted(found)], ignored)
 
 
@@ -145,6 +147,14 @@ def abridged(names: list[str], count: int | None = None, most: int = 8) -> str:
     """The first names of a list, and how many more there are of ``count`` (None: the list is complete)."""
     more = (count or len(names)) - most
     return ", ".join(map(one_line, names[:most])) + (f" and {more:,} more" if more > 0 else "")
+
+
+def _other_kind(source: SourceConfig, names: list[str]) -> str:
+    """Advice on text files that kind=hub reads; empty without such files."""
+    if source.kind != "files":
+        return ""
+    found = sorted({os.path.splitext(name.lower())[1] for name in names} & {*_OF_DATASETS})
+    return f"; for {' and '.join(found)} set kind=hub and path to the folder" if found else ""
 
 
 def _walk(folder: Path, above: tuple[tuple[int, int], ...]) -> Iterator[tuple[Path, bool]]:

@@ -24,7 +24,7 @@ from pathlib import Path
 
 import numpy as np
 
-from titans_pt.config import Config, DataConfig
+from titans_pt.config import Config, DataConfig, TokenizerConfig
 from titans_pt.data_pipeline import files, sources
 from titans_pt.data_pipeline.files import Rejected
 from titans_pt.data_pipeline.indexed import IndexedDataset
@@ -129,9 +129,13 @@ def prepare(config: Config, force: bool = False, shard: tuple[int, int] | None =
             old["fingerprint"] = fingerprint
             with contextlib.suppress(OSError):  # a read-only folder: the next call compares again
                 write_atomically(folder / MANIFEST, lambda path: write_json(path, seal(old)))
+        other_ends = ""
         if old.get("fingerprint") == fingerprint:
-            _check_lossy(old, config)
             refuse_damage(folder, damage(folder, old, read=False))
+            now, then = (_ends(config.data.tokenizer, path) for path in (None, saved_tokenizer(folder)))
+            other_ends = f"{then}, now {now}" if now != then else ""
+        if old.get("fingerprint") == fingerprint and not other_ends:
+            _check_lossy(old, config)
             _check_rejected(old, config, folder)
             print(f"{one_line(str(folder))}: token files are up to date, nothing to do", file=sys.stderr)
             with contextlib.suppress(UserError), _locked(folder, exclusive=True):  # others may be at work, with --force
@@ -141,6 +145,8 @@ def prepare(config: Config, force: bool = False, shard: tuple[int, int] | None =
         what = changed_setting(old, config)
         if what is None and old["format"] != FORMAT:
             what = f"file format {old['format']}, this version writes {FORMAT}"
+        elif what is None and other_ends:
+            what = f"data.tokenizer.path: documents begin or end with {other_ends}"
         elif what is None:
             given = config.data.tokenizer
             kept = not given.path or load_tokenizer(given.path, given.eos_token).sha256 == old["tokenizer_sha256"]
@@ -157,7 +163,8 @@ def prepare(config: Config, force: bool = False, shard: tuple[int, int] | None =
         folder.mkdir(parents=True, exist_ok=True)
         with _locked(folder, exclusive=shard is None):
             # Named by its inputs: parts begun with other settings or text are never mistaken for ours.
-            build = folder / _BUILD / hashlib.sha256(f"{PARTS} {fingerprint}".encode()).hexdigest()[:16]
+            inputs = f"{PARTS} {fingerprint}{_ends(config.data.tokenizer)}"
+            build = folder / _BUILD / hashlib.sha256(inputs.encode()).hexdigest()[:16]
             build.mkdir(parents=True, exist_ok=True)
             try:
                 manifest = _build(config, build, {"fingerprint": fingerprint, "text": text}, shard, workers)
@@ -282,6 +289,17 @@ def _fingerprints(config: Config, cached: bool = False, settings: dict | None = 
         found = [sources.fingerprint(source, cached, times) for source in config.data.every_source]
         both.append(hashlib.sha256(json.dumps(parts + found, sort_keys=True).encode()).hexdigest())
     return both[0], both[1]
+
+
+def _ends(given: TokenizerConfig, saved: Path | None = None) -> str:
+    """The pieces that begin and end a document by a tokenizer.json, or by its copy ``saved``; empty for other kinds.
+
+    tokenizer_config.json next to it names them, whose changes the tokenizer's checksum misses.
+    """
+    if not (given.path or "").endswith(".json"):
+        return ""
+    tokenizer = load_tokenizer(saved or given.path, given.eos_token, given.add_bos)
+    return " and ".join(repr(tokenizer.names[i]) for i in (*tokenizer.begin, tokenizer.eos_id))
 
 
 def _only_touched(manifest: dict, config: Config, text: str) -> bool:

@@ -4,7 +4,8 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import tokenizers
@@ -19,6 +20,12 @@ CONTROLS = ("bos_token", "eos_token", "pad_token", "unk_token", "cls_token", "se
 _NEVER = -1e9
 """Score at which a Unigram model never uses a piece."""
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
+_STRETCH = 1 << 16
+"""Longest text given to the library at once, which takes 160 bytes of memory per character."""
+_AROUND = 64
+"""Characters on either side of a place that tell whether a token begins there."""
+_TRIES = 16
+"""Most newlines, spaces and other places that are tried as the end of a stretch."""
 
 
 class HuggingFaceTokenizer(Tokenizer):
@@ -72,8 +79,36 @@ class HuggingFaceTokenizer(Tokenizer):
     def encode_batch(self, texts: list[str], threads: int = 1) -> list[Sequence[int]]:
         texts = [replace_surrogates(text) for text in texts]
         if threads == 1:  # the library's batches take all cores, whatever this process was given
-            return [self._tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
-        return [found.ids for found in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+            return [self._encode_parts(text) if len(text) > _STRETCH else self._encode(text) for text in texts]
+        short = [text for text in texts if len(text) <= _STRETCH]
+        encoded = iter(self._tokenizer.encode_batch_fast(short, add_special_tokens=False))
+        return [self._encode_parts(text) if len(text) > _STRETCH else next(encoded).ids for text in texts]
+
+    def _encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def _encode_parts(self, text: str) -> Sequence[int]:
+        """Ids of a long text, encoded in stretches, each behind the end of the one before it."""
+        ids, start = array("i"), 0  # a list of numbers takes nine times the memory
+        while start < len(text):
+            stop, lead = self._end_of_stretch(text, start), text[max(0, start - _AROUND) : start]
+            head, both = self._encode(lead), self._encode(lead + text[start:stop])
+            if both[: len(head)] != head:  # more characters than _AROUND decide here
+                return self._encode(text)
+            ids.extend(both[len(head) :])
+            start = stop
+        return ids
+
+    def _end_of_stretch(self, text: str, start: int) -> int:
+        """A place at which a token of the whole text begins, at most _STRETCH characters on if there is one."""
+        limit = start + _STRETCH
+        while limit < len(text):
+            for at in _places(text, limit - _STRETCH // 2, limit):
+                before = self._encode(text[at - _AROUND : at])
+                if self._encode(text[at - _AROUND : at + _AROUND])[: len(before)] == before:
+                    return at
+            limit += _STRETCH
+        return len(text)
 
     def save(self, folder: Path) -> Path:
         names = self._ends | {"control_tokens": sorted(self.controls)}
@@ -114,12 +149,25 @@ class HuggingFaceTokenizer(Tokenizer):
             elif i in added:
                 pieces.append(piece.encode())
             elif of_character is not None:
-                pieces.append(bytes(of_character[character] for character in piece))
+                known = all(character in of_character for character in piece)  # else the library gives the piece itself
+                pieces.append(bytes(of_character[character] for character in piece) if known else piece.encode())
             elif found := _BYTE.fullmatch(piece):
                 pieces.append(bytes([int(found[1], 16)]))
             else:
                 pieces.append(piece.replace("\u2581", " ").encode())
         return pieces
+
+
+def _places(text: str, low: int, high: int) -> Iterator[int]:
+    """Yields places in (low, high] where a token may begin: first newlines, then spaces, the last ones first."""
+    for separator in ("\n", " "):
+        at = high
+        for _ in range(_TRIES):
+            at = text.rfind(separator, low + 1, at)
+            if at < 0:
+                break
+            yield at
+    yield from range(high, max(low, high - _TRIES), -1)
 
 
 def _config(path: Path) -> dict:

@@ -116,6 +116,13 @@ def test_what_is_not_read_is_named_hidden_ones_last(tmp_path):
     fails(tmp_path, r"no usable file (there are: README, b.csv, caf\xe9.md", "and 1 more)", ".jsonl")
 
 
+@pytest.mark.parametrize("name", ["a.csv", "A.Tsv", "data-00000-of-00001.arrow", "a.json"])
+def test_files_that_datasets_reads_are_named_with_their_kind(tmp_path, name):
+    (tmp_path / name).write_text("text")
+    (tmp_path / "README").touch()
+    fails(tmp_path, "no usable file", f"; for {os.path.splitext(name)[1].lower()} set kind=hub and path to the folder")
+
+
 def test_a_json_file_is_read_when_it_is_named(tmp_path):
     path = tmp_path / "a.json"
     path.write_bytes(line("one") + line("two"))

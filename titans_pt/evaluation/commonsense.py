@@ -7,14 +7,18 @@ suite, they resume and spread over ranks. The model class can also be used alone
         --model titans --model_args run=RUN --tasks piqa
 """
 
+import contextlib
 import gzip
 import json
 import logging
+import random
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import yaml
 
@@ -36,6 +40,7 @@ try:
     from jinja2 import TemplateError
     from lm_eval.api.model import LM, TemplateLM
     from lm_eval.api.registry import register_model
+    from lm_eval.models.utils import normalize_gen_kwargs
     from lm_eval.tasks import TaskManager
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 except ImportError as error:
@@ -67,6 +72,8 @@ AVERAGED = {
     "arc_challenge": "acc_norm", "social_iqa": "acc", "boolq": "acc",
 }  # fmt: skip
 """The accuracies of the paper's Table 1."""
+_SEED = 1234
+"""lm-eval's seed of few-shot examples and of NumPy."""
 
 
 @register_model("titans")
@@ -120,6 +127,7 @@ class TitansLM(TemplateLM):
         """Read a context once for consecutive requests that share it: each continuation forks the state."""
         results, known, logits, state = [], None, None, None
         for _, prompt, continuation in requests:
+            prompt = prompt or self.titans_tokenizer.before_text  # lm-eval gave a context of spaces to the continuation
             if prompt != known:
                 logits, state = prefill(self.model, torch.tensor([prompt]), self.prefill_tokens)
                 known = prompt
@@ -147,19 +155,21 @@ class TitansLM(TemplateLM):
         return -float(losses[-len(wanted) :].sum())
 
     def generate_until(self, requests, disable_tqdm: bool = False) -> list[str]:
-        return [self._continue(*request.args) for request in requests]
+        """Continuation of each prompt, up to the first of its stop strings. Repetitions of a request differ if they are
+        drawn: the n-th has the seed n."""
+        return [self._continue(*r.args, seed=n) for r, n in zip(requests, _repetitions(requests), strict=True)]
 
     @torch.no_grad()
-    def _continue(self, prompt: str, options: dict) -> str:
+    def _continue(self, prompt: str, options: dict, seed: int) -> str:
         ids = self.tok_encode(prompt) or self.titans_tokenizer.before_text
-        until = options.get("until") or []
-        until = [until] if isinstance(until, str) else until
-        temperature = options.get("temperature", 0.0) if options.get("do_sample") else 0.0
+        options = normalize_gen_kwargs(options)
+        until = [stop for stop in options["until"] if stop]
+        temperature = options.get("temperature", 1.0 if options["do_sample"] else 0.0)  # 1: transformers' default
         decoder, text = StreamDecoder(self.titans_tokenizer, continues=True), ""
         tokens = sample(
             self.model, *prefill(self.model, torch.tensor([ids]), self.prefill_tokens),
-            options.get("max_gen_toks", 256), {self.eot_token_id}, temperature, options.get("top_k"),
-            options.get("top_p", 1.0),
+            options["max_gen_toks"], {self.eot_token_id}, temperature, options.get("top_k"),
+            options.get("top_p", 1.0), seed,
         )  # fmt: skip
         for token in tokens:
             text += decoder.push(token)
@@ -178,8 +188,9 @@ class _Answered(LM):
         self.answers, self.open = answers, []
 
     def _all(self, requests: list, stand_in: Any) -> list:
-        self.open += [request for request in requests if _key(request) not in self.answers]
-        return [self.answers.get(_key(request), stand_in) for request in requests]
+        keys = _keys(requests)
+        self.open += [request for request, key in zip(requests, keys, strict=True) if key not in self.answers]
+        return [self.answers.get(key, stand_in) for key in keys]
 
     def loglikelihood(self, requests):
         return [tuple(answer) for answer in self._all(requests, (0.0, False))]
@@ -191,8 +202,33 @@ class _Answered(LM):
         return self._all(requests, "")
 
 
-def _key(request) -> str:
-    return digest(request.request_type, *request.args)
+def _repetitions(requests: list) -> list[int]:
+    """How often each request came before: lm-eval repeats the object itself, where a task has ``repeats``."""
+    seen: Counter[int] = Counter()
+    found = []
+    for request in requests:
+        found.append(seen[id(request)])
+        seen[id(request)] += 1
+    return found
+
+
+def _keys(requests: list) -> list[str]:
+    """Key of each request's answer; each repetition has its own."""
+    return [digest(r.request_type, *r.args, *([n] if n else [])) for r, n in
+            zip(requests, _repetitions(requests), strict=True)]  # fmt: skip
+
+
+@contextlib.contextmanager
+def _seeded():
+    """Within the block, ``random`` and NumPy draw from the seeds of lm-eval's program; afterwards as before it."""
+    before = random.getstate(), np.random.get_state()
+    random.seed(0)
+    np.random.seed(_SEED)
+    try:
+        yield
+    finally:
+        random.setstate(before[0])
+        np.random.set_state(before[1])
 
 
 def _rolls(requests: list) -> bool:
@@ -223,7 +259,7 @@ class Commonsense:
             digest(
                 self.name,
                 task,
-                [_key(r) for r in requests],
+                _keys(requests),
                 run.tokenizer.sha256,
                 run.identity,
                 *run.tokenizer.begin,
@@ -242,8 +278,15 @@ class Commonsense:
                     "lm-eval ls tasks lists them"
                 )
             try:
-                tasks = manager.load(list(s.tasks))
-                return lm_eval.evaluate(lm, tasks, limit=s.limit, bootstrap_iters=0, log_samples=False)
+                with _seeded():
+                    tasks = manager.load(list(s.tasks))
+                    _prepare(tasks["tasks"])
+                    return lm_eval.evaluate(lm, tasks, limit=s.limit, bootstrap_iters=0, log_samples=False)
+            except ImportError as error:
+                raise UserError(
+                    f"evaluation.commonsense.tasks: lm-eval needs a package that cannot be imported ({error}); install "
+                    "it, or leave its task out"
+                ) from None
             except (OSError, ConnectionError) as error:
                 raise UserError(
                     f"evaluation.commonsense.data: given {s.data!r}; the sets cannot be read "
@@ -264,12 +307,18 @@ class Commonsense:
             part = [request for request in requests if request.request_type == kind]
             if part:
                 found = getattr(self.lm, kind)(part, disable_tqdm=True)
-                answers |= {_key(request): answer for request, answer in zip(part, found, strict=True)}
+                answers |= dict(zip(_keys(part), found, strict=True))
         return {"task": task, "document": document, "answers": answers}
 
     def summary(self, records: list[dict]) -> dict:
         """lm-eval's figures for each task, with Wilson's 95 % interval for accuracies, and the paper's average."""
-        results = self._score(_Answered({key: answer for r in records for key, answer in r["answers"].items()}))
+        known = _Answered({key: answer for r in records for key, answer in r["answers"].items()})
+        results = self._score(known)
+        if known.open:
+            raise UserError(
+                f"evaluation.commonsense.tasks: {known.open[0].task_name!r} has other prompts at each start, which "
+                "cannot be scored here; leave it out, and run it with lm-eval's program (docs/evaluation.md)"
+            )
         tasks = {}
         for task, counted in results["n-samples"].items():  # groups and tags are resolved into their tasks
             n = counted["effective"]
@@ -307,6 +356,19 @@ class Commonsense:
 
     def plots(self, summary: dict, folder: Path, title: str) -> list[Path]:
         return []
+
+
+def _prepare(tasks: dict[str, Any]):
+    """Seed the choice of few-shot examples as lm-eval's program does: unseeded, each start would draw other prompts.
+
+    Raises:
+        UserError: a task cannot be run here.
+    """
+    for name, task in tasks.items():
+        for kind, why in (("UNSAFE_CODE", "runs code that the model writes"), ("MULTIMODAL", "has images or sound")):
+            if getattr(task, kind, False):
+                raise UserError(f"evaluation.commonsense.tasks: {name!r} {why}; leave it out")
+        task.set_fewshot_seed(_SEED)
 
 
 # ---- local data

@@ -114,11 +114,17 @@ class Perplexity:
             files = TokenFiles.of_another_text(config, Path(text))
             if files is None:
                 raise UserError(f"{setting}: {folder} holds no token files; make them with: {remedy}")
-        if files.manifest["tokenizer_sha256"] != run.tokenizer.sha256:
+        made = files.manifest["tokenizer_sha256"], files.tokenizer.eos_id  # a tokenizer.json does not name its eos
+        if made != (run.tokenizer.sha256, run.tokenizer.eos_id):
             raise UserError(
-                f"{setting}: {folder} holds token files of another tokenizer than the run's; "
+                f"{setting}: {folder} holds token files of another tokenizer, or another eos, than the run's; "
                 f"prepare them again with {remedy}"
             )
+        bos = bool(files.manifest.get("settings", {}).get("data.tokenizer", {}).get("add_bos"))
+        if bos != bool(run.tokenizer.begin):
+            log.warning("%s: documents in %s begin %s bos, those of the run's training %s it; for a fair loss set "
+                        "data.tokenizer.add_bos=%s and prepare them again", setting, folder,
+                        *(("with", "without") if bos else ("without", "with")), str(not bos).lower())  # fmt: skip
         self.unigram_loss = files.manifest["unigram_loss"]
         self.validation = files.validation
         self.length = config.evaluation.perplexity.length or config.data.seq_len

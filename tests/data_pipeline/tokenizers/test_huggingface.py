@@ -8,6 +8,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from titans_pt.data_pipeline import StreamDecoder, TokenFiles, load_tokenizer
 from titans_pt.data_pipeline.prepare import prepare
+from titans_pt.data_pipeline.tokenizers import huggingface as module
 from titans_pt.errors import UserError
 
 SCRIPTS = "Ünïcode  текст 日本語 العربية हिन्दी 😀👩‍👩‍👧 e\u0301\r\n\n  \tindented\n <|endoftext|> </s>  "
@@ -53,6 +54,54 @@ def llama(tmp_path_factory, texts):
         [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
     return saved(tmp_path_factory.mktemp("llama") / "a", tokenizer, "</s>")
+
+
+class Counting:
+    """A tokenizer of the library that keeps the length of the longest text that it encodes."""
+
+    def __init__(self, inner):
+        self.inner, self.longest = inner, 0
+
+    def encode(self, text, **options):
+        self.longest = max(self.longest, len(text))
+        return self.inner.encode(text, **options)
+
+    def encode_batch_fast(self, texts, **options):
+        self.longest = max(self.longest, *map(len, texts))
+        return self.inner.encode_batch_fast(texts, **options)
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "llama"])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_long_texts_are_encoded_in_stretches_to_the_same_ids(request, texts, monkeypatch, kind, threads):
+    tokenizer = load_tokenizer(request.getfixturevalue(kind))
+    words, scripts = "\n".join(texts)[:20_000], SCRIPTS.replace("\u2581", "") * 40
+    long = [words, words.replace("\n", " "), scripts, "the\r\n\n" * 2000, "天地玄黃" * 2000, "e\u0301" * 3000]
+    whole = [list(ids) for ids in tokenizer.encode_batch(long)]
+    monkeypatch.setattr(module, "_STRETCH", 500)
+    tokenizer._tokenizer = counting = Counting(tokenizer._tokenizer)
+    mixed = [part for text in long for part in (text, text[:100])]
+    found = [list(ids) for ids in tokenizer.encode_batch(mixed, threads)]
+    assert found[::2] == whole and counting.longest <= 500 + module._AROUND
+    assert found[1::2] == [tokenizer.encode(text[:100]) for text in long]
+
+
+def test_a_text_that_cannot_be_cut_is_encoded_at_once(byte_level, monkeypatch):
+    monkeypatch.setattr(module, "_STRETCH", 300)
+    tokenizer = load_tokenizer(byte_level)
+    text = "a" + " " * 2000 + "b"
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    monkeypatch.setattr(module, "_places", lambda *_: [])
+    assert tokenizer.encode(text) == tokenizer._encode(text)
+
+
+def test_a_byte_level_piece_that_spells_no_bytes(byte_level, tmp_path):
+    tree = json.loads(byte_level.read_text())
+    tree["model"]["vocab"]["<｜end｜>"] = len(tree["model"]["vocab"])
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tree))
+    tokenizer = load_tokenizer(tmp_path / "tokenizer.json", "<|endoftext|>")
+    assert tokenizer.decode([tokenizer.vocab_size - 1]) == "<｜end｜>"
+    assert tokenizer._tokenizer.decode([tokenizer.vocab_size - 1]) == "<｜end｜>"
 
 
 def streamed(tokenizer, ids):
@@ -156,6 +205,26 @@ def test_other_added_tokens_are_found_in_text(not_special):
     tokenizer = load_tokenizer(not_special)
     index = tokenizer.names.index(PLAIN)
     assert index in tokenizer.encode(f"a{PLAIN}a") and tokenizer.pieces[index] == PLAIN.encode()
+
+
+def test_another_eos_beside_the_tokenizer_is_a_change(byte_level, config, tmp_path, capsys):
+    library = tokenizers.Tokenizer.from_file(str(byte_level))
+    library.add_special_tokens(["<|im_end|>"])
+    path = saved(tmp_path / "tokenizer", library)
+    settings = config(data={"tokenizer": {"path": str(path)}}, model={"vocab_size": 401})
+    names = path.parent / "tokenizer_config.json"
+    before = names.read_text()
+    content = prepare(settings)["content"]
+    assert prepare(settings)["content"] == content and "up to date" in capsys.readouterr().err
+    names.write_text(before.replace("<|endoftext|>", "<|im_end|>"))
+    with pytest.raises(UserError, match=r"\(data.tokenizer.path: documents begin or end with '<\|endoftext\|>', now"):
+        prepare(settings)
+    prepare(settings, force=True, shard=(0, 1))
+    names.write_text(before)  # the parts with the other eos do not count
+    assert prepare(settings, force=True)["content"] == content
+    names.write_text(before.replace("<|endoftext|>", "<|im_end|>"))
+    assert prepare(settings, force=True)["content"] != content
+    assert TokenFiles.open(settings).tokenizer.eos_id == 400
 
 
 def test_documents_that_spell_eos_hold_it_once(not_special, config, tmp_path):

@@ -70,7 +70,8 @@ def run(tmp_path, monkeypatch):
         for length in (90, 160, 70):
             writer.add([*np.random.default_rng(length).integers(97, 123, length - 1), EOS])
     manifest = {"unigram_loss": 3.3, "tokenizer_sha256": Characters.sha256}
-    files = SimpleNamespace(validation=IndexedDataset(tmp_path / "validation"), manifest=manifest)
+    validation = IndexedDataset(tmp_path / "validation")
+    files = SimpleNamespace(validation=validation, manifest=manifest, tokenizer=Characters())
     text = perplexity.TokenFiles.of_another_text
     monkeypatch.setattr(
         perplexity, "TokenFiles", SimpleNamespace(open=lambda config, remedy="": files, of_another_text=text)

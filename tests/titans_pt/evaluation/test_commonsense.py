@@ -109,11 +109,32 @@ def test_a_rolling_likelihood_is_lm_evals_window_by_window(loaded):
     assert commonsense.TitansLM(loaded).max_length == loaded.config.data.seq_len
 
 
-def test_generation_ends_where_it_is_told(loaded):
+def test_a_context_of_spaces_is_read_with_the_continuation(loaded):
+    before, ids = [loaded.tokenizer.eos_id], loaded.tokenizer.encode("\n abc")
+    expected, _ = likelihood(loaded, [*before, *ids], 1)
+    [(found, _)] = commonsense.TitansLM(loaded).loglikelihood([request("\n", " abc")])
+    assert found == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize("options, expected", [
+    ({"until": ["de"], "max_gen_toks": 30}, "abc"),
+    ({"until": [], "max_gen_toks": 4}, "abcd"),
+    ({"until": "c", "max_new_tokens": 9}, "ab"),
+    ({"until": ["", None], "max_tokens": 5}, "abcde"),
+])  # fmt: skip
+def test_generation_ends_where_it_is_told(loaded, options, expected):
     lm = commonsense.TitansLM(loaded)
     lm.model, lm.titans_tokenizer = Scripted(lambda text: "abcdefg"[len(text) % 7]), Characters()
-    assert lm.generate_until([request("xxxxxxx", {"until": ["de"], "max_gen_toks": 30})]) == ["abc"]
-    assert lm.generate_until([request("xxxxxxx", {"until": [], "max_gen_toks": 4})]) == ["abcd"]
+    assert lm.generate_until([request("xxxxxxx", options)]) == [expected]
+
+
+@pytest.mark.parametrize("options", [{"temperature": 1.0}, {"do_sample": True}])
+def test_a_temperature_draws_and_repetitions_differ(loaded, options):
+    lm, drawn = commonsense.TitansLM(loaded), request("abc dea", {**options, "max_gen_toks": 20})
+    greedy = request("abc dea", {"temperature": 1.0, "do_sample": False, "max_gen_toks": 20})
+    found = lm.generate_until([drawn, drawn, greedy, greedy])
+    assert len(set(found)) == 3 and found[2] == found[3]
+    assert lm.generate_until([drawn, drawn]) == found[:2]
 
 
 def test_the_runner_gives_lm_evals_own_numbers(loaded, sets, tmp_path, capsys):
@@ -131,6 +152,77 @@ def test_the_runner_gives_lm_evals_own_numbers(loaded, sets, tmp_path, capsys):
                 assert value == pytest.approx(theirs["results"][task][f"{metric},none"], rel=1e-6)
     assert {"word_perplexity", "bits_per_byte"} <= set(found["tasks"]["wikitext"])
     assert {"acc", "acc_norm", "intervals"} <= set(found["tasks"]["piqa"])
+
+
+PARITY = """
+task: parity
+doc_to_text: "{{q}}?"
+doc_to_target: a
+fewshot_split: test
+"""
+CHOICE = f"""{PARITY}
+output_type: multiple_choice
+doc_to_choice: ["yes", "no"]
+num_fewshot: 2
+metric_list: [{{metric: acc}}]
+"""
+DRAWN = f"""{PARITY}
+output_type: generate_until
+generation_kwargs: {{until: [], temperature: 1.0, max_gen_toks: 6}}
+repeats: 3
+filter_list: [{{name: all, filter: [{{function: take_first_k, k: 3}}]}}]
+process_results: !function tool.count
+metric_list: [{{metric: different, aggregation: mean, higher_is_better: true}}]
+"""
+
+
+@pytest.fixture
+def parity(loaded, tmp_path, monkeypatch):
+    """A function from the definition of a task to its suite."""
+
+    def make(definition: str) -> commonsense.Commonsense:
+        rows = [{"q": f"is {i} even", "a": "no" if i % 2 else "yes"} for i in range(12)]
+        (tmp_path / "parity.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (tmp_path / "tool.py").write_text("def count(doc, results):\n    return {'different': len(set(results[0]))}\n")
+        (tmp_path / "parity.yaml").write_text(definition)
+        monkeypatch.setitem(commonsense.STOCK, "parity", str(tmp_path / "parity.yaml"))
+        words = [f"evaluation.commonsense.data={tmp_path}", "evaluation.commonsense.tasks=[parity]"]
+        return commonsense.Commonsense(loaded, validated(loaded.config.model_dump(mode="json"), words))
+
+    return make
+
+
+def test_few_shot_examples_are_those_of_lm_evals_program(parity, loaded, tmp_path):
+    first, again = parity(CHOICE), parity(CHOICE)
+    assert first.keys == again.keys
+    records = [first.measure(i) for i in range(len(first.jobs))]
+    (tmp_path / "yaml").mkdir()
+    manager = commonsense._local_tasks(tmp_path / "yaml", ["parity"], str(tmp_path))
+    theirs = lm_eval.simple_evaluate(commonsense.TitansLM(loaded), tasks=["parity"], task_manager=manager)
+    prompts = [sample["arguments"][0][0] for sample in theirs["samples"]["parity"]]
+    assert [requests[0].args[0] for _, requests in first.jobs] == prompts
+    assert again.summary(records)["tasks"]["parity"]["acc"] == theirs["results"]["parity"]["acc,none"]
+    with pytest.raises(UserError, match="'parity' has other prompts at each start"):
+        again.summary(records[1:])
+
+
+def test_repetitions_of_a_drawn_answer_have_their_own_records(parity):
+    suite = parity(DRAWN)
+    records = [suite.measure(i) for i in range(len(suite.jobs))]
+    assert all(len(record["answers"]) == 3 for record in records)
+    assert suite.summary(records)["tasks"]["parity"]["different,all"] > 2
+
+
+def test_a_task_that_cannot_run_is_one_line(parity, monkeypatch):
+    with pytest.raises(UserError, match=r"evaluation.commonsense.tasks: 'parity' runs code that the model writes"):
+        parity(f"{CHOICE}\nunsafe_code: true\n")
+
+    def lacking(*_):
+        raise ModuleNotFoundError("No module named 'sympy'")
+
+    monkeypatch.setattr(commonsense.TaskManager, "load", lacking)
+    with pytest.raises(UserError, match=r"tasks: lm-eval needs a package .*'sympy'.*install it"):
+        parity(CHOICE)
 
 
 def test_a_group_is_shown_as_its_tasks(loaded, sets):

@@ -94,7 +94,7 @@ def test_bytes_are_those_of_the_text_itself(run, sentencepiece, length, dummy_pr
             writer.add(ids)
     files = perplexity.TokenFiles.open(None)
     files.validation, files.manifest["tokenizer_sha256"] = IndexedDataset(tmp_path / "chinese"), tokenizer.sha256
-    run.tokenizer = tokenizer
+    run.tokenizer = files.tokenizer = tokenizer
     config = load_config(run.folder.config, [f"evaluation.perplexity.length={length}"])
     it = perplexity.Perplexity(run, config)
     records = [{"start": start, "freeze_after": None, "n": 1, "nats": 1.0, "bytes": 99, "tokens_per_s": 1.0,
@@ -188,10 +188,28 @@ def test_of_another_tokenizer(run):
         measured(run)
 
 
+def test_of_the_same_tokenizer_with_another_eos(run):
+    perplexity.TokenFiles.open(None).tokenizer.eos_id = 5
+    with pytest.raises(UserError, match=r"data\.dir.*another eos, than the run's"):
+        measured(run)
+
+
+def test_another_text_with_or_without_bos(run, prepared, caplog):
+    """The loss of bos, or of texts without it, is not what training reached: it is scored, with a warning."""
+    run.tokenizer = load_tokenizer(saved_tokenizer(prepared), add_bos=True)
+    config = load_config(run.folder.config, [f"evaluation.perplexity.text={prepared}"])
+    perplexity.Perplexity(run, config)
+    assert "begin without bos, those of the run's training with it" in caplog.text
+    caplog.clear()
+    run.tokenizer = load_tokenizer(saved_tokenizer(prepared))
+    perplexity.Perplexity(run, config)
+    assert not caplog.text
+
+
 def test_another_text(run, prepared, tmp_path):
     """The folder's validation tokens are scored. Its sources may differ from the run's, its tokenizer may not."""
     path = saved_tokenizer(prepared)
-    with pytest.raises(UserError, match=r"evaluation\.perplexity\.text: .* another tokenizer than the run's"):
+    with pytest.raises(UserError, match=r"evaluation\.perplexity\.text: .* of another tokenizer, .* than the run's"):
         measured(run, f"evaluation.perplexity.text={prepared}")
     run.tokenizer = load_tokenizer(path)
     it = perplexity.Perplexity(run, load_config(run.folder.config, [f"evaluation.perplexity.text={prepared}"]))
