@@ -135,7 +135,7 @@ def test_alike_blocks_share_their_code(dynamo, monkeypatch):
 
 
 def test_every_length_is_compiled(dynamo, monkeypatch):
-    """Lengths that grow in stages need a program each; by itself PyTorch compiles eight and runs the rest uncompiled."""
+    """Lengths that grow in stages need a program each; PyTorch alone compiles eight and runs the rest uncompiled."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     model = small(["swa"]).train()
     model.blocks.set_compiled(True)

@@ -128,8 +128,9 @@ def test_every_parameter_begins_where_a_tensor_of_its_own_would(tiny, ranks, pre
     assert all(p.data_ptr() % 16 == 0 for p in engine.model.parameters())
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("one_group")
-@pytest.mark.parametrize("zero_stage", [1, pytest.param(2, marks=pytest.mark.thorough), 3])
+@pytest.mark.parametrize("zero_stage", [1, 2, 3])
 def test_a_gpus_optimiser_makes_the_same_updates_and_resumes_bit_for_bit(tiny, tmp_path, monkeypatch, zero_stage):
     """The fused AdamW under ZeRO's flat masters; PyTorch has it for CPUs also."""
     config = tiny(parallel={"zero_stage": zero_stage}, model={"mixers": ["lmm"]})
