@@ -12,8 +12,10 @@ import torch
 import torch.distributed as dist
 
 from titans_pt.config import MemoryConfig, ModelConfig
+from titans_pt.errors import UserError
 from titans_pt.models import build_model
 from titans_pt.parallel import RankGroup, TensorParallel
+from titans_pt.parallel.exchange import Exchanges
 from titans_pt.parallel.layers import vocabulary_cross_entropy
 from titans_pt.tasks.next_token import NextTokenLoss
 
@@ -199,6 +201,14 @@ def test_the_z_losss_gradient(size):
 ], ids=str)  # fmt: skip
 def test_kinds_of_memory(memory):
     check(config(["mag", "mac"], memory=memory))
+
+
+@pytest.mark.parametrize("exchange", ["close", "reduce_close"])
+def test_steps_that_ranks_cannot_share_are_refused(exchange):
+    """PyTorch cuts six steps into three parts, not four: rows of one rank would become steps of another."""
+    exchanges = Exchanges(RankGroup(0, 4), sequence=True)
+    with pytest.raises(UserError, match="parallel.sequence: the 6 steps of a sequence do not divide among parallel.te"):
+        getattr(exchanges, exchange)(torch.zeros(4, 6, 2))
 
 
 def test_nothing_of_a_head_is_left_whole():
