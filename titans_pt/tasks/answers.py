@@ -114,7 +114,7 @@ def equal_samples(reset: Tensor) -> tuple[int, int] | None:
 
 
 def apart(x: Tensor, samples: int, length: int) -> Tensor:
-    """Split (B, T, ...) into (B * samples, length, ...), one row per sample: rows run side by side and need no masks."""
+    """Split (B, T, ...) into (B * samples, length, ...), a row for each sample: rows run side by side without masks."""
     return x[:, : samples * length].unflatten(1, (samples, length)).flatten(0, 1)
 
 
@@ -153,9 +153,9 @@ class AnswerLoss(NextTokenLoss):
     ) -> Tensor | dict[str, Tensor]:
         """Compute :meth:`forward` from ids and targets, both (B, T) int64: targets[:, t] is the target of ids[:, t]."""
         rows, samples = len(ids), equal_samples(reset)
-        split = samples is not None and samples[1] % self.parts == 0  # else ranks share the steps of whole rows
+        split = samples if samples and samples[1] % self.parts == 0 else None  # None: ranks share steps of whole rows
         if split:
-            ids, targets = (apart(part, *samples) for part in (ids, targets))
+            ids, targets = (apart(part, *split) for part in (ids, targets))
         with write_gates(self.model, collect=self.write_cost > 0 and weight is None) as gates:
             x, _ = self.model(ids, reset=None if split else reset, head=False, output_final_state=not self.training)
         found, starts = self._few_at_a_time(x, targets), reset

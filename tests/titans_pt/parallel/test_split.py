@@ -48,6 +48,7 @@ class ThreadGroup(RankGroup):
         return torch.cat(self._all(x), dim)
 
     def reduce_scatter(self, x, dim):
+        assert x.shape[dim] % self.size == 0, "the real exchange needs equal parts"
         return self.part(self.all_reduce(x), dim).contiguous()
 
 
