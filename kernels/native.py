@@ -4,6 +4,7 @@ Compiled code is kept in the user's cache folder, under a name derived from the 
 Without a compiler, or with TITANS_NATIVE=0, the slower PyTorch operators are used.
 """
 
+import contextlib
 import ctypes
 import hashlib
 import os
@@ -62,18 +63,19 @@ def library(source: Path, dtype: torch.dtype) -> ctypes.CDLL | str:
         key = chr(0).join([*texts, *flags, compiler, platform.machine(), _processor()])
         folder = cache_folder() / "native"
         path = folder / f"{source.stem}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
-        if not path.exists():
-            folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=folder) as there:
-                made = Path(there) / path.name
-                done = subprocess.run(
-                    [compiler, *flags, str(source), "-o", str(made), "-lm"], capture_output=True, text=True
-                )
-                if done.returncode:
-                    reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[0]
-                    warn_once(f"{compiler} does not compile {source.name} (PyTorch serves, slower): {reason}")
-                    return f"{compiler} failed"
-                os.replace(made, path)
+        with contextlib.suppress(OSError):  # missing, damaged, or made with a newer C library than this machine's
+            return ctypes.CDLL(str(path))
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as there:
+            made = Path(there) / path.name
+            done = subprocess.run(
+                [compiler, *flags, str(source), "-o", str(made), "-lm"], capture_output=True, text=True
+            )
+            if done.returncode:
+                reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[0]
+                warn_once(f"{compiler} does not compile {source.name} (PyTorch serves, slower): {reason}")
+                return f"{compiler} failed"
+            os.replace(made, path)
         return ctypes.CDLL(str(path))
     except (OSError, RuntimeError) as error:  # RuntimeError: a user without a home
         warn_once(f"{source.name} is not compiled or loaded (PyTorch serves, slower): {error}")

@@ -9,8 +9,8 @@ typedef struct {
     int64_t unit; /* channels per head that is normalised to unit length; 0: no heads */
 } Call;
 
-/* The channels that are computed together: a head of unit length, or a vector. */
-INLINE int64_t group(const Call *call) { return call->unit ? call->unit : LANES; }
+/* Channels of a group: a head of unit length, or 64 bytes on every machine, because the caller counts the groups. */
+INLINE int64_t group(const Call *call) { return call->unit ? call->unit : 64 / (int64_t)sizeof(real); }
 
 /* x (batch, tokens, channels); past (batch, width - 1, channels), the inputs before it; taps (width, channels), the newest
 token's last; bias (channels) or NULL; reach (batch, tokens): how many earlier inputs each token sees, or NULL: all. */

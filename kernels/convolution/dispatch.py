@@ -13,6 +13,9 @@ from titans_pt.kernels.common import first_derivatives_only
 SOURCE = Path(__file__).with_name("convolution.c")
 MAX_WIDTH = 16
 """Most taps that the C source supports; it sums the taps' gradients in a core's cache."""
+GROUP_BYTES = 64
+"""Bytes of the neighbouring channels of one token that form a group, unless a group is a head; convolution.c has the
+same. Threads share the groups."""
 SMALLEST = 1e-6
 """Lower bound of the length that a head is divided by; vector.h has the same."""
 
@@ -111,8 +114,7 @@ def _forward(tensors: tuple[Tensor | None, ...], silu: bool, unit: int) -> Tenso
 def _run(name: str, tensors: tuple[Tensor | None, ...], silu: bool, unit: int, *others: Tensor | None):
     x, width = tensors[0], len(tensors[2])
     call = _Call(*x.shape, width, silu, unit)
-    # Without heads a group is a vector; counted here for the narrowest vectors, of 16 bytes.
-    groups = x.shape[2] // unit if unit else -(-x.shape[2] * x.element_size() // 16)
+    groups = x.shape[2] // unit if unit else -(-x.shape[2] * x.element_size() // GROUP_BYTES)
     inputs = _Inputs(*map(native.pointer, tensors))
     function = getattr(native.library(SOURCE, x.dtype), name)
     native.run(

@@ -203,6 +203,12 @@ class Config(Section):
             f"must be null with parallel.context={context}, whose ranks are at different layers anyway",
         )
         need(
+            t.wavefront is None or self.parallel.tensor == 1 or not self.parallel.sequence,
+            "train.wavefront",
+            t.wavefront,
+            "must be null with parallel.sequence, under which a piece of a rank's tokens is no piece of the sequence",
+        )
+        need(
             t.wavefront is None or self.parallel.zero_stage < 3,
             "train.wavefront",
             t.wavefront,

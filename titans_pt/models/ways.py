@@ -57,11 +57,18 @@ def around(
     return backbone.mixers[0].around(blocks, x, state, documents)
 
 
+PROGRAMS = 64
+"""Most programs that torch.compile may make: one for each kind of block, shape, and ``Documents.most``. PyTorch's own
+limit is 8, beyond which blocks run uncompiled. Five lengths of needles in a model of two kinds of block need 10."""
+
+
 class Compiled:
     """Whole sequences (no state in, none out) pass each block through torch.compile."""
 
     def __init__(self):
         self._whole_sequence = torch.compile(whole_sequence, dynamic=False)
+        limits = torch._dynamo.config
+        limits.recompile_limit = max(limits.recompile_limit, PROGRAMS)
 
     def __call__(
         self, backbone: "Backbone", blocks: Blocks, states: bool, x: Tensor, state: Any, documents: Documents | None

@@ -10,6 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from titans_pt.errors import UserError
 from titans_pt.parallel.topology import RankGroup
 
 TIME = 1
@@ -65,7 +66,7 @@ class Exchanges:
 
     def close(self, x: Tensor) -> Tensor:
         """The inverse of :meth:`open`."""
-        return self.split(x, TIME) if self.sequence else x
+        return self.split(self._divisible(x), TIME) if self.sequence else x
 
     def open_copy(self, x: Tensor) -> Tensor:
         """open, then copy, in one exchange each way."""
@@ -79,4 +80,17 @@ class Exchanges:
         group = self.group
         if not self.sequence:
             return self.reduce(x)
+        x = self._divisible(x)
         return _Exchange.apply(x, lambda x: group.reduce_scatter(x, TIME), lambda g: group.all_gather(g, TIME))
+
+    def _divisible(self, x: Tensor) -> Tensor:
+        """x, if its steps divide among the ranks: unequal parts would be put together in another order, or not at all.
+
+        Raises:
+            UserError: they do not.
+        """
+        length, ranks = x.shape[TIME], self.group.size
+        if length % ranks:
+            raise UserError(f"parallel.sequence: the {length} steps of a sequence do not divide among "
+                            f"parallel.tensor={ranks} ranks; set parallel.sequence=false")  # fmt: skip
+        return x

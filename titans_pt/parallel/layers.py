@@ -46,7 +46,8 @@ class SplitRMSNorm(nn.Module):
         squares = precise.square().sum(-1, keepdim=True)
         # Every rank uses the sum for its own part: the backward pass sums the sum's gradients over ranks.
         squares = self.exchanges.copy(self.exchanges.reduce(squares))
-        y = (precise * torch.rsqrt(squares / self.width + self.eps)).to(x.dtype)
+        eps = torch.finfo(x.dtype).eps if self.eps is None else self.eps  # as nn.RMSNorm
+        y = (precise * torch.rsqrt(squares / self.width + eps)).to(x.dtype)
         return y if self.weight is None else y * self.weight
 
 
@@ -62,7 +63,9 @@ class SplitLayerNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         precise = x.to(torch.float64 if x.dtype == torch.float64 else torch.float32)
         precise = precise - self._mean(precise)
-        return (precise * torch.rsqrt(self._mean(precise.square()) + self.eps)).to(x.dtype) * self.weight + self.bias
+        y = (precise * torch.rsqrt(self._mean(precise.square()) + self.eps)).to(x.dtype)
+        y = y if self.weight is None else y * self.weight
+        return y if self.bias is None else y + self.bias
 
     def _mean(self, x: Tensor) -> Tensor:
         return self.exchanges.copy(self.exchanges.reduce(x.sum(-1, keepdim=True))) / self.width

@@ -114,7 +114,7 @@ def equal_samples(reset: Tensor) -> tuple[int, int] | None:
 
 
 def apart(x: Tensor, samples: int, length: int) -> Tensor:
-    """Split (B, T) into (B * samples, length), one row per sample: rows run side by side and need no masks."""
+    """Split (B, T, ...) into (B * samples, length, ...), a row for each sample: rows run side by side without masks."""
     return x[:, : samples * length].unflatten(1, (samples, length)).flatten(0, 1)
 
 
@@ -124,12 +124,13 @@ class AnswerLoss(NextTokenLoss):
     Args:
         best: maps fp32 logits (N, V), or a rank's part of them, to the token with the highest logit, (N,) int64.
         write_cost: factor of the mean write gate's gradient, in rows whose answers are right (:data:`ENOUGH`).
+        parts: number of ranks that share each sequence's steps (parallel.sequence).
     """
 
     def __init__(self, model: nn.Module, cross_entropy: Callable[..., Tensor], best: Callable[[Tensor], Tensor],
-                 z_loss: float, write_cost: float):  # fmt: skip
+                 z_loss: float, write_cost: float, parts: int = 1):  # fmt: skip
         super().__init__(model, cross_entropy, z_loss)
-        self.best, self.write_cost = best, write_cost
+        self.best, self.write_cost, self.parts = best, write_cost, parts
 
     def forward(  # type: ignore[override]  # its batches have a third part
         self, ids: Tensor, reset: Tensor, asked: Tensor, weight: Tensor | None = None
@@ -152,12 +153,15 @@ class AnswerLoss(NextTokenLoss):
     ) -> Tensor | dict[str, Tensor]:
         """Compute :meth:`forward` from ids and targets, both (B, T) int64: targets[:, t] is the target of ids[:, t]."""
         rows, samples = len(ids), equal_samples(reset)
-        starts = reset
-        if samples:
-            ids, targets, asked, starts = (apart(part, *samples) for part in (ids, targets, asked, reset))
+        split = samples if samples and samples[1] % self.parts == 0 else None  # None: ranks share steps of whole rows
+        if split:
+            ids, targets = (apart(part, *split) for part in (ids, targets))
         with write_gates(self.model, collect=self.write_cost > 0 and weight is None) as gates:
-            x, _ = self.model(ids, reset=None if samples else reset, head=False, output_final_state=not self.training)
-        found = self._few_at_a_time(x, targets)
+            x, _ = self.model(ids, reset=None if split else reset, head=False, output_final_state=not self.training)
+        found, starts = self._few_at_a_time(x, targets), reset
+        if samples:
+            found = found if split else apart(found, *samples)
+            asked, starts = (apart(part, *samples) for part in (asked, reset))
         share = asked.to(found.dtype) / asked.sum(1, keepdim=True)
         figures = (found * share.unsqueeze(-1)).sum(1)  # loss and accuracy of each sample or row
         loss, accuracy = figures.view(rows, -1, 2).mean(1).unbind(-1)
@@ -226,7 +230,8 @@ class AnswersOnly(Task):
         loss = cross_entropy if whole else partial(vocabulary_cross_entropy, group=tensor)
         best = partial(vocabulary_best, group=tensor)
         cost = self.config.model.memory.write_cost / tensor.size
-        return self.answer_loss(model, loss, best, self.config.train.z_loss, cost)
+        parts = tensor.size if self.config.parallel.sequence else 1
+        return self.answer_loss(model, loss, best, self.config.train.z_loss, cost, parts)
 
     def to_device(self, batch: tuple[Tensor, ...], device: torch.device) -> tuple[Tensor | None, ...]:
         """Move ids and asked to the device. Starts of samples stay on the host, where samples are counted."""

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from titans_pt.config import Config
+from titans_pt.config import Config, TrainConfig
 from titans_pt.errors import UserError
 from titans_pt.models.backbone import check_packages, parameter_groups
 from titans_pt.parallel import Context, TensorParallel, Topology
@@ -131,6 +131,18 @@ def compiles(config: Config, device: torch.device) -> bool:
     return config.train.compile
 
 
+def adamw(model: nn.Module, train: TrainConfig, device: torch.device) -> torch.optim.AdamW:
+    """The optimiser of ``model``, whose masters will be on ``device``.
+
+    On a GPU one kernel reads and writes weights and moments once. PyTorch's default there makes a dozen passes over
+    them, and a temporary tensor of a moment's size.
+    """
+    return torch.optim.AdamW(
+        parameter_groups(model, train.weight_decay), lr=train.lr, betas=(train.betas[0], train.betas[1]),
+        eps=train.eps, fused=True if device.type == "cuda" else None,
+    )  # fmt: skip
+
+
 class ModelParallelUnit:
     """The grid of ranks in DeepSpeed's interface ("mpu"): ZeRO shards over replicas, norms sum over tensor ranks.
 
@@ -183,10 +195,7 @@ class Engine:
             p.tensor_model_parallel = name in self.split.dims  # else DeepSpeed's norm counts only one rank's
         # bf16 training casts the module before DeepSpeed copies its fp32 masters from it: keep the exact weights.
         weights = {name: p.detach().cpu().clone() for name, p in model.named_parameters()}
-        optimizer = torch.optim.AdamW(
-            parameter_groups(model, config.train.weight_decay),
-            lr=config.train.lr, betas=(config.train.betas[0], config.train.betas[1]), eps=config.train.eps,
-        )  # fmt: skip
+        optimizer = adamw(model, config.train, ranks.device)
         with _one_optimizer_for_all_stages():
             self._engine, *_ = deepspeed.initialize(
                 model=objective,

@@ -1,5 +1,7 @@
 """The short convolution: C agrees with PyTorch, forward and every gradient; pieces agree with one call."""
 
+import ctypes
+
 import pytest
 import torch
 
@@ -71,3 +73,25 @@ def test_threads_change_nothing(monkeypatch):
         assert torch.equal(short_convolution(x, past, weight), one)
     finally:
         torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize(("dtype", "groups"), [(torch.float32, [16, 16, 8]), (torch.float64, [8, 8, 8, 8, 8])])
+def test_threads_share_the_channels(monkeypatch, dtype, groups):
+    """Each group has channels, however wide the machine's vectors are: groups without any would leave threads idle."""
+    if reason := native.unserved(dispatch.SOURCE, torch.zeros(1, dtype=dtype)):
+        pytest.skip(f"no C: {reason}")
+    monkeypatch.setattr(torch, "empty_like", torch.zeros_like)
+    x, past, weight = (torch.ones(shape, dtype=dtype) for shape in ((1, 1, 40), (1, 0, 40), (40, 1)))
+
+    def channels_of(group: int) -> int:
+        """Number of channels that a call computes which runs only this group."""
+
+        def run(function, count, _operations, *arguments):
+            assert count == len(groups)
+            function(*arguments, ctypes.c_int64(group), ctypes.c_int64(group + 1))
+
+        monkeypatch.setattr(native, "run", run)
+        with torch.no_grad():
+            return int(short_convolution(x, past, weight).sum())
+
+    assert [channels_of(group) for group in range(len(groups))] == groups

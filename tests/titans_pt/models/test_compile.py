@@ -134,6 +134,16 @@ def test_alike_blocks_share_their_code(dynamo, monkeypatch):
     assert counters["stats"]["unique_graphs"] == 1, "only training's calls are compiled"
 
 
+def test_every_length_is_compiled(dynamo, monkeypatch):
+    """Lengths that grow in stages need a program each; PyTorch alone compiles eight and runs the rest uncompiled."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    model = small(["swa"]).train()
+    model.blocks.set_compiled(True)
+    for length in range(8, 18):
+        model(torch.zeros(1, length, dtype=torch.int64), output_final_state=False)
+    assert counters["stats"]["unique_graphs"] == 10
+
+
 @pytest.mark.gpu
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("mixers", MODELS.values(), ids=MODELS)

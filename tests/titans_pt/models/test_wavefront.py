@@ -15,6 +15,10 @@ from titans_pt.models.wavefront import wavefront
     [
         (["parallel.context=2"], "train.wavefront: given 8; must be null with parallel.context=2"),
         (["parallel.zero_stage=3"], "train.wavefront: given 8; must be null with parallel.zero_stage=3"),
+        (
+            ["parallel.tensor=2", "parallel.sequence=true"],
+            "train.wavefront: given 8; must be null with parallel.sequence",
+        ),
         (["train.compile=true"], "train.compile: given True; not with train.wavefront"),
         (["parallel.reduce_bucket=9"], "parallel.reduce_bucket: given 9; must be null with train.wavefront, whose"),
     ],

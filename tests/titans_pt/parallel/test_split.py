@@ -5,16 +5,20 @@ The ranks are threads of this process. Only the collectives of torch.distributed
 
 import re
 import threading
+from copy import deepcopy
 from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from titans_pt.config import MemoryConfig, ModelConfig
+from titans_pt.errors import UserError
 from titans_pt.models import build_model
 from titans_pt.parallel import RankGroup, TensorParallel
-from titans_pt.parallel.layers import vocabulary_cross_entropy
+from titans_pt.parallel.exchange import Exchanges
+from titans_pt.parallel.layers import split_norm, vocabulary_cross_entropy
 from titans_pt.tasks.next_token import NextTokenLoss
 
 MODELS = {
@@ -46,6 +50,7 @@ class ThreadGroup(RankGroup):
         return torch.cat(self._all(x), dim)
 
     def reduce_scatter(self, x, dim):
+        assert x.shape[dim] % self.size == 0, "the real exchange needs equal parts"
         return self.part(self.all_reduce(x), dim).contiguous()
 
 
@@ -200,6 +205,33 @@ def test_the_z_losss_gradient(size):
 ], ids=str)  # fmt: skip
 def test_kinds_of_memory(memory):
     check(config(["mag", "mac"], memory=memory))
+
+
+@pytest.mark.parametrize("norm", [
+    lambda: nn.RMSNorm(8), lambda: nn.RMSNorm(8, eps=0.1, elementwise_affine=False),
+    lambda: nn.LayerNorm(8), lambda: nn.LayerNorm(8, bias=False), lambda: nn.LayerNorm(8, elementwise_affine=False),
+])  # fmt: skip
+def test_norms_of_all_heads_in_every_form(norm):
+    """Mixers outside this repository may declare a norm without an eps, a weight or a bias."""
+    whole, x = norm().double(), torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    for p in whole.parameters():
+        nn.init.normal_(p)
+
+    def on_rank(group):
+        part = deepcopy(whole)
+        for p in part.parameters():
+            p.data = group.part(p.data, 0)
+        return split_norm(part, Exchanges(group))(group.part(x, -1))
+
+    torch.testing.assert_close(torch.cat(on_ranks(2, on_rank), -1), whole(x))
+
+
+@pytest.mark.parametrize("exchange", ["close", "reduce_close"])
+def test_steps_that_ranks_cannot_share_are_refused(exchange):
+    """PyTorch cuts six steps into three parts, not four: rows of one rank would become steps of another."""
+    exchanges = Exchanges(RankGroup(0, 4), sequence=True)
+    with pytest.raises(UserError, match="parallel.sequence: the 6 steps of a sequence do not divide among parallel.te"):
+        getattr(exchanges, exchange)(torch.zeros(4, 6, 2))
 
 
 def test_nothing_of_a_head_is_left_whole():

@@ -279,14 +279,25 @@ def test_attention_that_is_left_out_at_random(source, ids, tmp_path, words):
     assert 16 < sum(left_out) < 48
     kept = ~torch.tensor(left_out)
     torch.testing.assert_close(found[0][kept], whole[kept])
-    with pytest.raises(
-        UserError, match="model.mab.attention_dropout: given 0.5; must be 0 with train.activation_check"
-    ):
-        load_config(run / "config.yaml", ["train.activation_checkpointing=true"])
+    with pytest.raises(UserError, match="model.mab.attention_dropout: given 0.5; must be 0 with train.wavefront"):
+        load_config(run / "config.yaml", ["train.wavefront=4"])
     with pytest.raises(
         UserError, match="model.mab.attention_dropout: given 0.5; must be 0 with task=attention_transfer"
     ):
         load_config(run / "config.yaml", ["task=attention_transfer", "train.trainable=[norm.weight]"])
+
+
+def test_activation_checkpointing_leaves_out_the_same_attention(source, ids, tmp_path):
+    run = convert_run(source, tmp_path / "t", "titans", W, S, None, ["model.mab.attention_dropout=0.5"])
+    load_config(run / "config.yaml", ["train.activation_checkpointing=true"])
+    model, gradients = load_run(run).model.train(), []
+    for on in (False, True):
+        model.blocks.set_activation_checkpointing(on)
+        torch.manual_seed(0)
+        loss = model(ids)[0].square().mean()
+        gradients.append([loss, *torch.autograd.grad(loss, list(model.parameters()))])
+    for a, b in zip(*gradients, strict=True):
+        torch.testing.assert_close(a, b)
 
 
 def test_the_command(source, prepared, tmp_path, capsys):

@@ -13,12 +13,13 @@ import torch
 import torch.nn.functional as F
 
 from tests.helpers.processes import ENVIRONMENT, curve, run_jobs
+from tests.titans_pt.parallel.test_split import on_ranks
 from titans_pt.config.files import load_config
 from titans_pt.config.yaml import resolved_yaml
 from titans_pt.data_pipeline.loader import collate
 from titans_pt.errors import UserError
 from titans_pt.layers.memory_gates import MemoryGates
-from titans_pt.parallel import RankGroup
+from titans_pt.parallel import RankGroup, TensorParallel
 from titans_pt.runs import checkpoints
 from titans_pt.tasks import TASKS
 from titans_pt.tasks.answers import PackedQuestions, answered, apart, equal_samples
@@ -71,6 +72,23 @@ def test_rows_of_unlike_samples_are_documents_and_give_the_same():
     assert float(loss(*both)) == pytest.approx(float(expected), rel=1e-5)
     x = torch.arange(2 * 7).view(2, 7)
     assert apart(x, 2, 3).tolist() == [[0, 1, 2], [3, 4, 5], [7, 8, 9], [10, 11, 12]]
+
+
+@pytest.mark.parametrize("mixer", ["lmm", "swa"])
+def test_ranks_that_share_steps_keep_rows_whole_unless_they_divide_a_sample(mixer):
+    """Four ranks cannot share the 26 steps of a sample: they share the 64 of its row, with the same loss."""
+    words = [f"model.mixers=[{mixer}]", "model.n_heads=4", "needles.lengths='26,48'"]
+    task, whole = objective(*words)
+    shared, _ = objective(*words, "parallel.tensor=4", "parallel.sequence=true")
+    rows = collate([task.open().train.sample(n) for n in range(2)])
+    models = [objective(*words)[1].model for _ in range(4)]
+
+    def on_rank(group):
+        model = models[group.rank]
+        TensorParallel(model, group, sequence=True)
+        return float(shared.objective(model, group)(*rows))
+
+    assert on_ranks(4, on_rank) == pytest.approx([float(whole(*rows))] * 4, rel=1e-5)
 
 
 def test_a_length_that_fills_the_row_leaves_no_rest():

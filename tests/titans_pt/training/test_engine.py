@@ -2,6 +2,7 @@ import sys
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from tests.helpers.processes import run
@@ -11,8 +12,10 @@ from titans_pt.data_pipeline import Loader
 from titans_pt.errors import UserError
 from titans_pt.models import build_model
 from titans_pt.models.backbone import parameter_groups
+from titans_pt.runs import checkpoints
 from titans_pt.tasks import task_of
-from titans_pt.training.engine import Engine, check_node_ranks, deepspeed_config, local_batch
+from titans_pt.training import loop
+from titans_pt.training.engine import Engine, adamw, check_node_ranks, deepspeed_config, local_batch
 
 
 @pytest.mark.parametrize(("samples", "micro", "world", "expected"), [
@@ -123,6 +126,36 @@ def test_every_parameter_begins_where_a_tensor_of_its_own_would(tiny, ranks, pre
     sizes = [p.numel() * p.element_size() for p in engine.model.parameters()]
     assert any(size % 16 for size in sizes)
     assert all(p.data_ptr() % 16 == 0 for p in engine.model.parameters())
+
+
+@pytest.mark.thorough
+@pytest.mark.usefixtures("one_group")
+@pytest.mark.parametrize("zero_stage", [1, 2, 3])
+def test_a_gpus_optimiser_makes_the_same_updates_and_resumes_bit_for_bit(tiny, tmp_path, monkeypatch, zero_stage):
+    """The fused AdamW under ZeRO's flat masters; PyTorch has it for CPUs also."""
+    config = tiny(parallel={"zero_stage": zero_stage}, model={"mixers": ["lmm"]})
+
+    def trained(run: str, device: str, *ends: int) -> dict[str, torch.Tensor]:
+        """Weights and moments after the last of ``ends``, at which the run stops, with the optimiser of ``device``."""
+        fused = []
+
+        def optimiser(model, train, _device):
+            made = adamw(model, train, torch.device(device))
+            fused.append(made.defaults["fused"])
+            return made
+
+        monkeypatch.setattr("titans_pt.training.engine.adamw", optimiser)
+        for end in ends:
+            assert loop.train(load_config(config, [f"run.dir={tmp_path / run}", f"train.stop_at={end}"])) == 0
+        assert fused == [True if device == "cuda" else None] * len(ends)
+        path = checkpoints.checkpoint_path(tmp_path / run / "checkpoints", ends[-1])
+        assert checkpoints.read_state(path).adam_step == ends[-1]
+        return load_file(path / checkpoints.MODEL) | load_file(path / checkpoints.OPTIMIZER)
+
+    plain, whole, parts = trained("plain", "cpu", 4), trained("whole", "cuda", 4), trained("parts", "cuda", 2, 4)
+    for name, expected in whole.items():
+        assert torch.equal(parts[name], expected), name
+        torch.testing.assert_close(plain[name], expected, rtol=1e-3, atol=1e-6, msg=name)
 
 
 @pytest.mark.gpu

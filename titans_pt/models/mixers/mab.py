@@ -91,10 +91,10 @@ class MAB(BesideAttention, WindowedMemoryMixer):
         )
         share, name = settings.attention_dropout, "model.mab.attention_dropout"
         need(
-            not (share and config.train.activation_checkpointing),
+            not (share and config.train.wavefront),
             name,
             share,
-            "must be 0 with train.activation_checkpointing, which would draw again",
+            "must be 0 with train.wavefront, whose pieces of a sample would draw one by one",
         )
 
     def own_initialisation(self):
