@@ -14,6 +14,7 @@ from titans_pt import (
     UserError,
     detach_state,
     fork_state,
+    join_rows,
     load_state,
     mixer,
     move_state,
@@ -302,6 +303,37 @@ def test_a_state_is_moved(layer):
         layer(x, elsewhere)
     single = layer.float()(x.float(), move_state(state, "cpu", torch.float32))[0]
     torch.testing.assert_close(single.double(), layer.double()(x, move_state(state, "cpu"))[0], atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("name", [name for name in MIXERS.built_in() if name not in ("hgrn2", "rwkv7", "rmt")])
+def test_training_goes_on_from_a_state_of_inference_mode(name):
+    layer = mixer(name, 16, **CHUNK.get(name, {}))
+    x, more = torch.randn(2, 2, 7, 16)
+    with torch.inference_mode():
+        _, read = layer(x)
+    y, after = layer(more, read)
+    y.square().sum().backward()
+    torch.testing.assert_close(y, layer(more, fork_state(read))[0])
+    assert not any(t.is_inference() for t in tensors(after)) and any(t.is_inference() for t in tensors(read))
+
+
+def test_training_of_a_model_goes_on_from_a_state_of_inference_mode():
+    model = small_model(["mac", "lmm"])
+    with torch.inference_mode():
+        _, read = model(torch.randint(0, 50, (2, 9)))
+    model(torch.randint(0, 50, (2, 5)), read)[0].square().sum().backward()
+
+
+def test_streams_join_and_leave(layer):
+    """The states of two calls become one, and the first row leaves."""
+    x, more = torch.randn(3, 7, 16, dtype=torch.float64), torch.randn(3, 5, 16, dtype=torch.float64)
+    both = join_rows([layer(x[:1])[1], layer(x[1:])[1]])
+    expected, state = layer(more, layer(x)[1])
+    found, after = layer(more, both)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(layer(x[1:], take_rows(after, torch.tensor([1, 2])))[0], layer(x, state)[0][1:])
+    with pytest.raises(UserError, match="^states: given none"):
+        join_rows([])
 
 
 @pytest.mark.parametrize("part", ["memory", "q"])
