@@ -175,14 +175,26 @@ def fork(state: Any) -> Any:
     return map_tensors(state, torch.clone)
 
 
-def recordable(state: Any) -> Any:
-    """``state`` with copies of tensors that were made in torch.inference_mode(), if autograd records: it refuses
-    them."""
-    if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+def usable(state: Any, begins: torch.Tensor | None = None) -> Any:
+    """``state`` as calls can take it.
+
+    Tensors that were made in torch.inference_mode() are copied if autograd records, which refuses them. In rows that
+    begin a document at once (``begins``, bool (B,), on the host) infinities and NaN become 0: mixers hide a row's past
+    with factors of 0, which leave NaN.
+    """
+    recorded = torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    if recorded and any(tensor.is_inference() for tensor in tensors(state)):
+        state = map_tensors(state, lambda tensor: tensor.clone() if tensor.is_inference() else tensor)
+    if begins is None or not bool(begins.any()):
         return state
-    if not any(tensor.is_inference() for tensor in tensors(state)):
-        return state
-    return map_tensors(state, lambda tensor: tensor.clone() if tensor.is_inference() else tensor)
+
+    def finite(tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.is_floating_point() or len(tensor) != len(begins):
+            return tensor
+        rows = begins.to(tensor.device).view(-1, *[1] * (tensor.dim() - 1))
+        return tensor.masked_fill(rows & ~tensor.isfinite(), 0)
+
+    return map_tensors(state, finite)
 
 
 def moved(tensor: torch.Tensor, device: torch.device | str, dtype: torch.dtype | None = None) -> torch.Tensor:

@@ -25,7 +25,7 @@ from titans_pt.layers.documents import Documents
 from titans_pt.layers.gradients import with_gradients
 from titans_pt.layers.memory import MemoryNetwork, NeuralMemoryState
 from titans_pt.layers.memory_observer import MemoryFigures, observe_memories
-from titans_pt.layers.state import compact, recordable, rows, tensors
+from titans_pt.layers.state import compact, rows, tensors, usable
 from titans_pt.layers.ttt import TTTNetwork
 from titans_pt.models.backbone import initialise
 from titans_pt.models.mixers import MIXERS, Mixer
@@ -113,7 +113,8 @@ class NeuralMemory(_Resettable, memory.NeuralMemory):
             ValueError: the state belongs to another memory.
         """
         documents = _checked_input(x, self.q.linear.in_features, state, reset)
-        return _finished(self, state, *super().forward(x, recordable(state), documents, **more))
+        before = usable(state, documents and documents.host[:, 0])
+        return _finished(self, state, *super().forward(x, before, documents, **more))
 
     def inspect(self, x: Tensor, state: NeuralMemoryState | None = None, reset: Tensor | None = None) -> MemoryFigures:
         """Surprise, gates and norms of the memory at each token, (B, T, n_heads) each.
@@ -162,7 +163,8 @@ class _Layer(_Resettable, Mixer):
             ValueError: the state belongs to another memory.
         """
         documents = _checked_input(x, self.d_model, state, reset)
-        return _finished(self, state, *super().forward(x, recordable(state), documents))
+        before = usable(state, documents and documents.host[:, 0])
+        return _finished(self, state, *super().forward(x, before, documents))
 
     def set_progress(self, done: float):
         """Set the share of training that is done: before each training step, and after loading weights of any step.

@@ -1,5 +1,6 @@
 """States as values, sequences that begin inside a call, and a memory's figures for each token."""
 
+import copy
 import pickle
 from dataclasses import replace
 
@@ -315,6 +316,29 @@ def test_training_goes_on_from_a_state_of_inference_mode(name):
     y.square().sum().backward()
     torch.testing.assert_close(y, layer(more, fork_state(read))[0])
     assert not any(t.is_inference() for t in tensors(after)) and any(t.is_inference() for t in tensors(read))
+
+
+@pytest.mark.parametrize("name", MIXERS.built_in())
+def test_a_row_that_begins_again_forgets_infinities_and_nan(name):
+    model = small_model([name])
+    broken = copy.deepcopy(model)
+    broken.embedding.weight.data[51] = torch.nan
+    ids, before = torch.randint(0, 50, (2, 6)), torch.randint(0, 50, (2, 9))
+    before[1, 7] = 51
+    _, read = broken(before)
+    assert not all(t.isfinite().all() for t in tensors(read))
+    reset = torch.tensor([[False], [True]]) & (torch.arange(6) == 0)
+    y, after = model(ids, read, reset)
+    torch.testing.assert_close(y[1:], model(ids[1:])[0])
+    assert all(t.isfinite().all() for t in tensors(after))
+
+
+def test_a_layers_row_that_begins_again_forgets_nan(layer):
+    x = torch.randn(2, 7, 16, dtype=torch.float64)
+    bad = x.clone()
+    bad[0, 3] = torch.nan
+    reset = torch.tensor([[True], [False]]) & (torch.arange(7) == 0)
+    torch.testing.assert_close(layer(x, layer(bad)[1], reset)[0][:1], layer(x[:1])[0])
 
 
 def test_training_of_a_model_goes_on_from_a_state_of_inference_mode():
