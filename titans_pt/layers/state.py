@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from titans_pt.errors import UserError
+from titans_pt.layers.documents import Documents
 
 SHARED = {"shared": True}
 """Metadata of a dataclass field whose tensor has no row dimension: all rows share it."""
@@ -175,17 +176,17 @@ def fork(state: Any) -> Any:
     return map_tensors(state, torch.clone)
 
 
-def usable(state: Any, begins: torch.Tensor | None = None) -> Any:
+def usable(state: Any, documents: Documents | None) -> Any:
     """``state`` as calls can take it.
 
     Tensors that were made in torch.inference_mode() are copied if autograd records, which refuses them. In rows that
-    begin a document at once (``begins``, bool (B,), on the host) infinities and NaN become 0: mixers hide a row's past
-    with factors of 0, which leave NaN.
+    begin a document with the call's first token, infinities and NaN become 0: mixers hide a row's past with factors of
+    0, which leave NaN.
     """
     recorded = torch.is_grad_enabled() and not torch.compiler.is_compiling()
     if recorded and any(tensor.is_inference() for tensor in tensors(state)):
         state = map_tensors(state, lambda tensor: tensor.clone() if tensor.is_inference() else tensor)
-    if begins is None or not bool(begins.any()):
+    if documents is None or not bool((begins := documents.host[:, 0]).any()):
         return state
 
     def finite(tensor: torch.Tensor) -> torch.Tensor:

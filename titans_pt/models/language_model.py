@@ -104,7 +104,7 @@ class LanguageModel(nn.Module):
             raise ValueError(f"reset: given shape {tuple(reset.shape)}; must be that of ids, {tuple(ids.shape)}")
         x = self.embed(ids)
         documents = None if reset is None else Documents.of(reset, ids.device)
-        before = state and usable(state.blocks, documents and documents.host[:, 0])
+        before = state and usable(state.blocks, documents)
         x, blocks = self.blocks(x, before, documents, output_final_state)
         if last_only:
             x = x[:, -1:]

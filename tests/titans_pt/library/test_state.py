@@ -348,6 +348,31 @@ def test_training_of_a_model_goes_on_from_a_state_of_inference_mode():
     model(torch.randint(0, 50, (2, 5)), read)[0].square().sum().backward()
 
 
+@pytest.mark.parametrize("name", [name for name in MIXERS.built_in() if name not in ("hgrn2", "rwkv7", "rmt")])
+def test_what_is_no_state_of_the_layer_is_one_line(name):
+    layer = mixer(name, 16, **CHUNK.get(name, {}))
+    x = torch.randn(2, 7, 16)
+    other = mixer("swa" if name.startswith("ttt") else "ttt_mlp", 16)
+    for wrong in (layer(x), x, other(x)[1]):
+        with pytest.raises(UserError, match=rf"^state: given a \w+; allowed: {type(layer).__name__}'s own, a \w+State"):
+            layer(x, wrong)
+
+
+def test_a_layer_whose_states_have_no_declared_class_takes_any(monkeypatch):
+    monkeypatch.setattr(MIXERS, "_found", dict(MIXERS._found))
+
+    @MIXERS.register
+    class Undeclared(MIXERS.find("swa")):
+        name = "undeclared"
+
+        def forward(self, x, state=None, documents=None):
+            return super().forward(x, state, documents)
+
+    layer, x = mixer("undeclared", 16), torch.randn(2, 7, 16)
+    y, state = layer(x)
+    layer(x, state)
+
+
 def test_streams_join_and_leave(layer):
     """The states of two calls become one, and the first row leaves."""
     x, more = torch.randn(3, 7, 16, dtype=torch.float64), torch.randn(3, 5, 16, dtype=torch.float64)
