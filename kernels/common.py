@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from titans_pt.errors import UserError
+
 Gradients = Tensor | Sequence[Tensor | None]
 """Results of an autograd.Function's backward pass."""
 
@@ -49,6 +51,16 @@ def transformed() -> str | None:
     if torch._C._functorch.peek_interpreter_stack() is not None:
         return "torch.func transforms the call, which needs PyTorch's operators"
     return None
+
+
+def refuse_export(what: str):
+    """
+    Raises:
+        UserError: torch.export traces a call of ``what``, whose loop stays outside graphs.
+    """
+    if torch.compiler.is_exporting():
+        raise UserError(f"torch.export: given {what}, whose loop over blocks of tokens is in no graph here; compile "
+                        "the model with torch.compile, or export only its other parts")  # fmt: skip
 
 
 def warn_once(message: str):

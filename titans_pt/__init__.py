@@ -10,7 +10,15 @@ if TYPE_CHECKING:
     from titans_pt.errors import UserError
     from titans_pt.layers.memory_observer import MemoryFigures
     from titans_pt.library.layers import LMM, MAC, MAG, MAL, NeuralMemory, mixer
-    from titans_pt.library.state import detach_state, fork_state, load_state, move_state, save_state, take_rows
+    from titans_pt.library.state import (
+        detach_state,
+        fork_state,
+        join_rows,
+        load_state,
+        move_state,
+        save_state,
+        take_rows,
+    )
     from titans_pt.library.titan import Reading, Titan
     from titans_pt.models.backbone import parameter_groups
 
@@ -28,6 +36,7 @@ _PUBLIC = {
     "UserError": "titans_pt.errors",
     "detach_state": "titans_pt.library.state",
     "fork_state": "titans_pt.library.state",
+    "join_rows": "titans_pt.library.state",
     "load_state": "titans_pt.library.state",
     "mixer": "titans_pt.library.layers",
     "move_state": "titans_pt.library.state",
@@ -39,7 +48,7 @@ _PUBLIC = {
 
 __all__ = [
     "LMM", "MAC", "MAG", "MAL", "MemoryFigures", "NeuralMemory", "Reading", "Titan", "UserError", "detach_state",
-    "fork_state", "load_state", "mixer", "move_state", "parameter_groups", "save_state", "take_rows",
+    "fork_state", "join_rows", "load_state", "mixer", "move_state", "parameter_groups", "save_state", "take_rows",
 ]  # fmt: skip
 
 

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from titans_pt.kernels.common import no_autocast, transformed, warn_once
+from titans_pt.kernels.common import no_autocast, refuse_export, transformed, warn_once
 from titans_pt.kernels.memory import mlp
 from titans_pt.kernels.memory.blockwise import BLOCKWISE, NATIVE_BLOCKS
 from titans_pt.kernels.memory.call import Author, Backend, MemoryCall, rule_alone, wrong
@@ -147,6 +147,7 @@ def _served(call: MemoryCall, output_final_state: bool, backend: str) -> tuple[T
     """Checks a call and runs it by the implementation that serves it."""
     call.check()
     if torch.compiler.is_compiling() and _breaks_the_graph(call, backend):
+        refuse_export("a memory")
         # Not at the top: importing torch's compiler takes seconds, which only a call that is compiled should cost.
         from titans_pt.kernels.memory import uncompiled
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from titans_pt.kernels.common import no_autocast
+from titans_pt.kernels.common import no_autocast, refuse_export
 from titans_pt.kernels.memory.state import state_dtype
 from titans_pt.kernels.ttt_memory.dual import dual_ttt_memory
 from titans_pt.kernels.ttt_memory.naive import naive_ttt_memory
@@ -73,6 +73,7 @@ def ttt_memory(
         else:
             call = dual_ttt_memory
             if backend == "auto" and torch.compiler.is_compiling():
+                refuse_export("a TTT memory")
                 # Not at the top: it imports torch's compiler, which takes seconds.
                 from titans_pt.kernels.ttt_memory.uncompiled import call
             out, state = call(*given, begin, norm, state, reset, save_every)

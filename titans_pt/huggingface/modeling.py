@@ -218,7 +218,7 @@ class TitansForCausalLM(PreTrainedModel, GenerationMixin):
 
         Raises:
             ValueError: a mask that hides tokens other than padding; an argument that means nothing here.
-            TypeError: an unknown argument.
+            TypeError: an unknown argument; a state of another kind, such as transformers' DynamicCache.
         """
         _refuse(others)
         if labels is not None and not (isinstance(logits_to_keep, int) and logits_to_keep == 0):
@@ -229,6 +229,9 @@ class TitansForCausalLM(PreTrainedModel, GenerationMixin):
             if state is not None:
                 raise ValueError("state, past_key_values: two names of one thing; give one")
             state = past_key_values
+        if state is not None and not hasattr(state, "blocks"):
+            raise TypeError(f"state: given a {type(state).__name__}; a call changes no state and no cache: pass none "
+                            "at first, then the state (or past_key_values) of the last output")  # fmt: skip
         if state is not None:  # not earlier: it changes the class name by which FSDP and device_map find blocks
             put_on(self.model.blocks)
         # A caller with a state wants the next one, even if the Trainer has left use_cache=False in the config.
@@ -314,6 +317,15 @@ class TitansForCausalLM(PreTrainedModel, GenerationMixin):
                              "state=, and only the new input_ids")  # fmt: skip
         _refuse({name: model_kwargs[name] for name in _UNSERVED if name in model_kwargs})
         super()._validate_model_kwargs(model_kwargs)
+
+    def _prepare_model_inputs(self, inputs: Tensor | None = None, bos_token_id=None, model_kwargs=None):
+        ids, state = inputs, (model_kwargs or {}).get("state")
+        if ids is None:
+            ids = (model_kwargs or {}).get("input_ids")
+        if ids is None and state is not None or ids is not None and ids.numel() == 0:
+            raise ValueError("input_ids: given no token; generate() needs at least one, also after a state: read the "
+                             "text without its last token, and pass this token with the state")  # fmt: skip
+        return super()._prepare_model_inputs(inputs, bos_token_id, model_kwargs)
 
     def _expand_inputs_for_generation(self, expand_size: int = 1, **options: Any):
         """Repeat each row ``expand_size`` times, in the inputs and in the state."""

@@ -1,6 +1,7 @@
 """Multi-head and grouped-query attention with a cache of constant size (sliding window) or a growing one (full)."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,7 @@ from titans_pt.layers.flops import Flops, attention_flops, linear_flops, mean_ke
 from titans_pt.layers.norm import RMSNorm
 from titans_pt.layers.rotary import rotate, rotation_from, turns
 from titans_pt.layers.sharding import Shard
+from titans_pt.layers.state import join_parts
 
 
 @dataclass
@@ -29,6 +31,17 @@ class AttentionState:
     prefix_v: Tensor | None
     visible: Tensor | None
     position: int
+
+    @staticmethod
+    def join_rows(states: "Sequence[AttentionState]", place: str) -> "AttentionState":
+        """See titans_pt.layers.state.join_rows."""
+        if any(state.visible is not None for state in states):
+            states = [state if state.visible is not None else state.marked() for state in states]
+        return join_parts(states, place)
+
+    def marked(self) -> "AttentionState":
+        """The state with ``visible`` for rows that see all cached tokens."""
+        return replace(self, visible=torch.full((len(self.k),), self.k.shape[1], device=self.k.device))
 
 
 class Attention(nn.Module):

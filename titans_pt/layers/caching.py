@@ -15,7 +15,7 @@ The segment that wrote the requested value changed the answer, and the memory at
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
@@ -28,6 +28,7 @@ from titans_pt.kernels.memory.state import Weights, choose, state_dtype
 from titans_pt.layers.documents import Documents
 from titans_pt.layers.flops import Flops, product
 from titans_pt.layers.sharding import Shard
+from titans_pt.layers.state import join_parts
 
 NONE = -1
 """The number of a slot without a cache."""
@@ -50,6 +51,20 @@ class Caches:
     keys: Tensor
     numbers: Tensor
     place: Tensor
+
+    @staticmethod
+    def join_rows(states: "Sequence[Caches]", place: str) -> "Caches":
+        """See titans_pt.layers.state.join_rows. All get as many slots as the one that has most."""
+        most = max(states, key=lambda caches: len(caches.weights))
+        return join_parts([caches.with_slots_of(most) for caches in states], place)
+
+    def with_slots_of(self, most: "Caches") -> "Caches":
+        """These caches with empty slots behind, as many as ``most`` has."""
+        held, rows = len(self.weights), len(self.keys)
+        weights = tuple(tuple(w.new_zeros(rows, *w.shape[1:]) for w in slot) for slot in most.weights[held:])
+        pools = tuple(pool.new_zeros(rows, *pool.shape[1:]) for pool in most.pools[held:])
+        numbers = torch.cat([self.numbers, self.numbers.new_full((rows, len(weights)), NONE)], 1)
+        return replace(self, weights=self.weights + weights, pools=self.pools + pools, numbers=numbers)
 
 
 @dataclass

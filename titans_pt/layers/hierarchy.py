@@ -1,6 +1,6 @@
 """TNT's memories: a global one with large chunks, and local ones that begin again at every shard."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +18,7 @@ from titans_pt.layers.memory_costs import inner_flops, kept_bytes, stale_flops
 from titans_pt.layers.memory_gates import MemoryGates, of_chunk
 from titans_pt.layers.norm import RMSNorm
 from titans_pt.layers.sharding import Shard
-from titans_pt.layers.state import map_tensors
+from titans_pt.layers.state import ALIKE, map_tensors
 
 Starts = tuple[Weights, ...]
 """M_0 of each memory, the global one first: L tensors (H, d_in, d_out)."""
@@ -38,7 +38,7 @@ class HierarchyState:
     v: Tensor
     place: Tensor
     keys: Tensor | None
-    start: Starts | None = None
+    start: Starts | None = field(default=None, metadata=ALIKE)
 
 
 class InnerMemory(nn.Module):

@@ -1,7 +1,7 @@
 """The neural long-term memory as a layer: projections and the learned M_0 around kernels.memory."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -20,6 +20,7 @@ from titans_pt.layers.memory_costs import inner_flops, kept_bytes, product_flops
 from titans_pt.layers.memory_gates import MemoryGates, takes_small_steps
 from titans_pt.layers.norm import RMSNorm
 from titans_pt.layers.sharding import Shard
+from titans_pt.layers.state import ALIKE
 
 
 def prefix_chunk(rule: Rule, chunk: int, tokens: int) -> int:
@@ -148,7 +149,7 @@ class NeuralMemoryState:
     q: Tensor
     k: Tensor
     v: Tensor
-    start: tuple[Tensor, ...] | None = None
+    start: tuple[Tensor, ...] | None = field(default=None, metadata=ALIKE)
     caches: Caches | None = None
 
 

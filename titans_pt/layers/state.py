@@ -6,15 +6,19 @@ class to be registered, also for mixers outside this repository.
 
 import copy
 import enum
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import torch
 
+from titans_pt.errors import UserError
+from titans_pt.layers.documents import Documents
+
 SHARED = {"shared": True}
 """Metadata of a dataclass field whose tensor has no row dimension: all rows share it."""
-
+ALIKE = {"alike": True}
+"""Metadata of a dataclass field whose tensors are the same in every row; calls read them from row 0."""
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes, enum.Enum, torch.dtype, torch.device, type)
 """Types of leaves that hold no tensor."""
@@ -104,9 +108,94 @@ def take_rows(state: Any, index: torch.Tensor) -> Any:
     return with_parts(state, [fork(part) if name in shared else take_rows(part, index) for name, part in parts(state)])
 
 
+def join_rows(states: Sequence[Any], place: str = "the whole") -> Any:
+    """Copy of the rows of all ``states`` in one state, in order: the inverse of :func:`take_rows`. Gradients flow
+    through it.
+
+    Plain values must be equal in all states. A dataclass whose states may differ in more than their rows has a static
+    method of this name: it makes them alike and calls :func:`join_parts`.
+
+    Args:
+        place: name of the states' place in larger ones, for messages.
+
+    Raises:
+        UserError: no state, or states that differ in more than their rows.
+    """
+    if not states:
+        raise UserError("states: given none; pass at least one")
+    own = {getattr(type(state), "join_rows", None) for state in states}
+    if len(own) == 1 and None not in own:
+        return own.pop()(states, place)
+    if hasattr(states[0], "take_rows"):
+        raise TypeError(f"{type(states[0]).__qualname__}: has a method take_rows, but no static method join_rows")
+    return join_parts(states, place)
+
+
+def join_parts(states: Sequence[Any], place: str) -> Any:
+    """:func:`join_rows` of states that have the same parts, part by part."""
+    first = states[0]
+    for state in states[1:]:
+        if _form(state) != _form(first):
+            raise UserError(
+                f"states: {place} is {_form(first)} in one and {_form(state)} in another; join states of one layer, "
+                "device and dtype; with attention or retnet, after equally many tokens"
+            )
+    if isinstance(first, torch.Tensor):
+        return torch.cat(tuple(states))
+    joined, metadata = [], {f.name: f.metadata for f in fields(first)} if is_dataclass(first) else {}
+    for name, *of_each in zip([name for name, _ in parts(first)], *map(_values, states), strict=True):
+        inner = name if place == "the whole" else f"{place}.{name}"
+        kind = metadata.get(name, {})
+        shared, alike = kind.get("shared", False), kind.get("alike", False)
+        part = fork(of_each[0]) if shared else join_rows(of_each, inner)
+        if (shared or alike) and not all(_same(of_each[0], other, alike) for other in of_each):
+            raise UserError(f"states: {inner} differs; join states that one layer made with the same weights")
+        joined.append(part)
+    return with_parts(first, joined)
+
+
+def _form(state: Any) -> str:
+    """Description of all that joined states have in common."""
+    if isinstance(state, torch.Tensor):
+        return f"{state.dtype} {tuple(state.shape[1:])} on {state.device} for each row"
+    return f"{type(state).__name__} of {len(parts(state))}" if parts(state) else repr(state)
+
+
+def _values(state: Any) -> list[Any]:
+    return [value for _, value in parts(state)]
+
+
+def _same(one: Any, other: Any, of_row_0: bool) -> bool:
+    """Whether the tensors of two states, or those of their row 0, are equal."""
+    rows = slice(1) if of_row_0 else slice(None)
+    return all(torch.equal(a[rows], b[rows]) for a, b in zip(tensors(one), tensors(other), strict=True))
+
+
 def fork(state: Any) -> Any:
     """A copy that shares no tensor with ``state``: two continuations of one past. Gradients flow through it."""
     return map_tensors(state, torch.clone)
+
+
+def usable(state: Any, documents: Documents | None) -> Any:
+    """``state`` as calls can take it.
+
+    Tensors that were made in torch.inference_mode() are copied if autograd records, which refuses them. In rows that
+    begin a document with the call's first token, infinities and NaN become 0: mixers hide a row's past with factors of
+    0, which leave NaN.
+    """
+    recorded = torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    if recorded and any(tensor.is_inference() for tensor in tensors(state)):
+        state = map_tensors(state, lambda tensor: tensor.clone() if tensor.is_inference() else tensor)
+    if documents is None or not bool((begins := documents.host[:, 0]).any()):
+        return state
+
+    def finite(tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.is_floating_point() or len(tensor) != len(begins):
+            return tensor
+        rows = begins.to(tensor.device).view(-1, *[1] * (tensor.dim() - 1))
+        return tensor.masked_fill(rows & ~tensor.isfinite(), 0)
+
+    return map_tensors(state, finite)
 
 
 def moved(tensor: torch.Tensor, device: torch.device | str, dtype: torch.dtype | None = None) -> torch.Tensor:

@@ -9,7 +9,8 @@ import difflib
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, cast
+from types import NoneType, UnionType
+from typing import Any, Union, cast, get_args, get_origin, get_type_hints
 
 import torch
 from pydantic import ValidationError
@@ -25,7 +26,7 @@ from titans_pt.layers.documents import Documents
 from titans_pt.layers.gradients import with_gradients
 from titans_pt.layers.memory import MemoryNetwork, NeuralMemoryState
 from titans_pt.layers.memory_observer import MemoryFigures, observe_memories
-from titans_pt.layers.state import compact, rows, tensors
+from titans_pt.layers.state import compact, rows, tensors, usable
 from titans_pt.layers.ttt import TTTNetwork
 from titans_pt.models.backbone import initialise
 from titans_pt.models.mixers import MIXERS, Mixer
@@ -46,11 +47,29 @@ _OF_A_MEMORY = {"write_cost"}
 """Settings of ``model.memory`` that only our training loop reads."""
 
 
-class _Resettable(nn.Module):
-    """A layer that can draw its first weights again."""
+def _declared_states(forward: Any) -> tuple[type, ...]:
+    """Classes that a ``forward`` declares for its argument state; (object,) if it does not name them all."""
+    try:
+        declared = get_type_hints(forward).get("state", Any)
+    except NameError:  # a name of type checkers alone
+        declared = Any
+    kinds = get_args(declared) if get_origin(declared) in (Union, UnionType) else (declared,)
+    named = all(isinstance(kind, type) and kind is not Any for kind in kinds)
+    return tuple(kind for kind in kinds if kind is not NoneType) if named else (object,)
+
+
+class _Public(nn.Module):
+    """A layer that can draw its first weights again, and knows its states."""
 
     _made_of: tuple[int, int | None, dict[str, Any]]
     """d_model, n_heads and settings, as given to the constructor."""
+    _states: tuple[type, ...] = (object,)
+    """Classes of its states, as the internal class declares them."""
+
+    def __init_subclass__(cls, **options: Any):
+        super().__init_subclass__(**options)
+        inner = cls.__mro__[cls.__mro__.index(_Public) + 1 :]
+        cls._states = _declared_states(next(vars(kind)["forward"] for kind in inner if "forward" in vars(kind)))
 
     @torch.no_grad()
     def reset_parameters(self):
@@ -68,7 +87,7 @@ class _Resettable(nn.Module):
             buffer.copy_(fresh.get_buffer(name))
 
 
-class NeuralMemory(_Resettable, memory.NeuralMemory):
+class NeuralMemory(_Public, memory.NeuralMemory):
     """The memory as a layer: x (B, T, d_model) -> outputs M_t(q_t) (B, T, d_model), and the state after the last token.
 
     It has no residual, output gate or output projection; LMM, MAC, MAG and MAL have them.
@@ -112,8 +131,9 @@ class NeuralMemory(_Resettable, memory.NeuralMemory):
             UserError: a shape or the state's rows do not fit.
             ValueError: the state belongs to another memory.
         """
-        documents = _checked_input(x, self.q.linear.in_features, state, reset)
-        return _finished(self, state, *super().forward(x, state, documents, **more))
+        documents = _checked_input(self, x, self.q.linear.in_features, state, reset)
+        before = usable(state, documents)
+        return _finished(self, state, *super().forward(x, before, documents, **more))
 
     def inspect(self, x: Tensor, state: NeuralMemoryState | None = None, reset: Tensor | None = None) -> MemoryFigures:
         """Surprise, gates and norms of the memory at each token, (B, T, n_heads) each.
@@ -123,7 +143,7 @@ class NeuralMemory(_Resettable, memory.NeuralMemory):
         return _inspected(self, x, state, reset)
 
 
-class _Layer(_Resettable, Mixer):
+class _Layer(_Public, Mixer):
     """A mixer that is built from keywords, in place of an attention layer.
 
     Args:
@@ -161,8 +181,9 @@ class _Layer(_Resettable, Mixer):
             UserError: a shape or the state's rows do not fit.
             ValueError: the state belongs to another memory.
         """
-        documents = _checked_input(x, self.d_model, state, reset)
-        return _finished(self, state, *super().forward(x, state, documents))
+        documents = _checked_input(self, x, self.d_model, state, reset)
+        before = usable(state, documents)
+        return _finished(self, state, *super().forward(x, before, documents))
 
     def set_progress(self, done: float):
         """Set the share of training that is done: before each training step, and after loading weights of any step.
@@ -326,10 +347,14 @@ def _by_keywords() -> Iterator[None]:
         raise UserError(re.sub(r"\bmodel\.(?:\w+\.)*(?=\w)", "", message)) from None
 
 
-def _checked_input(x: Tensor, d_model: int, state: Any, reset: Tensor | None) -> Documents | None:
+def _checked_input(layer: _Public, x: Tensor, d_model: int, state: Any, reset: Tensor | None) -> Documents | None:
     """Check that x, state and reset fit together; return the documents into which ``reset`` cuts x, None without it."""
     if x.dim() != 3 or x.shape[-1] != d_model or x.numel() == 0:
         raise UserError(f"x: given shape {tuple(x.shape)}; allowed: (B, T, {d_model}), at least one row and one token")
+    if state is not None and not isinstance(state, layer._states):
+        raise UserError(f"state: given a {type(state).__name__}; allowed: {type(layer).__name__}'s own, a "
+                        f"{' or '.join(kind.__name__ for kind in layer._states)}: the second result of its previous "
+                        "call")  # fmt: skip
     if (given := rows(state)) not in (None, len(x)):
         raise UserError(f"state: given one of {given} rows; x has {len(x)}; pass what the call for these rows returned")
     first = next(tensors(state), x)

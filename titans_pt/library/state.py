@@ -1,26 +1,29 @@
-"""Operations on the states of layers and models: copy, detach, move, select rows, save and load."""
+"""Operations on the states of layers and models: copy, detach, move, select and join rows, save and load."""
 
+from collections.abc import Sequence
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from titans_pt.layers import state as states
+from titans_pt.errors import UserError
+from titans_pt.layers import state as inner
+from titans_pt.library.titan import Reading
 from titans_pt.runs.states import load_state, save_state
 
-__all__ = ["detach_state", "fork_state", "load_state", "move_state", "save_state", "take_rows"]
+__all__ = ["detach_state", "fork_state", "join_rows", "load_state", "move_state", "save_state", "take_rows"]
 
 S = TypeVar("S")
 
 
 def fork_state(state: S) -> S:
     """A copy that shares no tensor with ``state``, for a second continuation. Gradients flow through it."""
-    return states.fork(state)
+    return inner.fork(_checked(state))
 
 
 def detach_state(state: S) -> S:
     """``state`` without the graph of the calls that made it: for truncated backpropagation."""
-    return states.map_tensors(state, Tensor.detach)
+    return inner.map_tensors(_checked(state), Tensor.detach)
 
 
 def move_state(state: S, device: str | torch.device, dtype: torch.dtype | None = None) -> S:
@@ -31,9 +34,32 @@ def move_state(state: S, device: str | torch.device, dtype: torch.dtype | None =
             :func:`load_state`. Tensors already on the target are shared with ``state``, not copied.
         dtype: new dtype of floating-point tensors, such as torch.float64; None: each keeps its own.
     """
-    return states.map_tensors(state, lambda tensor: states.moved(tensor, device, dtype))
+    return inner.map_tensors(_checked(state), lambda tensor: inner.moved(tensor, device, dtype))
 
 
 def take_rows(state: S, index: Tensor) -> S:
     """A copy of the state for the rows at ``index`` (n,) int64, in that order; a row may repeat."""
-    return states.take_rows(state, index)
+    return inner.take_rows(_checked(state), index)
+
+
+def join_rows(states: Sequence[S]) -> S:
+    """One state of the rows of all ``states``, in order; a copy. Gradients flow through it.
+
+    The streams may be in different places of their chunks, segments and documents. Attention and retnet count
+    positions for the whole batch: their streams must have read equally many tokens.
+
+    Raises:
+        UserError: no state, states of different layers, devices or dtypes, or of streams that do not fit together.
+    """
+    return inner.join_rows([_checked(state) for state in states])
+
+
+def _checked(state: S) -> S:
+    """The state itself.
+
+    Raises:
+        UserError: it is a whole Reading.
+    """
+    if isinstance(state, Reading):
+        raise UserError("state: given a Reading, which holds one beside other things; pass reading.state")
+    return state

@@ -81,19 +81,28 @@ class Titan(nn.Module):
             return cls(_loaded(Path(path).expanduser(), device or best_device(), precision))
 
     def forward(self, ids: Tensor, state: Any = None) -> tuple[Tensor, Any]:
-        """ids (B, T) int64 -> logits (B, T, V), and the state after the last token, for the call with the next ids."""
+        """ids (B, T) int64 -> logits (B, T, V), and the state after the last token, for the call with the next ids.
+
+        Raises:
+            UserError: the state is a whole :class:`Reading`; the call takes its attribute ``state``.
+        """
+        if isinstance(state, Reading):
+            raise UserError("state: given a Reading; a call with ids takes its state: pass reading.state")
         return self.model(ids, state)
 
     def read(self, text: str, state: Reading | None = None) -> Reading:
         """Reads ``text`` piece by piece, in constant memory.
 
         Args:
-            text: text of any length.
+            text: one text of any length.
             state: the state to continue from, which does not change; None: the text begins a document.
 
         Returns:
             the state after the text; ``self.state`` is the same.
         """
+        if not isinstance(text, str):
+            raise UserError(f"text: given a {type(text).__name__}; allowed: one string. titans export makes a folder "
+                            "whose generate() takes a batch of texts")  # fmt: skip
         tokenizer = self.run.tokenizer
         if state is None:
             ids = tokenizer.document(text) or tokenizer.before_text

@@ -10,6 +10,7 @@ from titans_pt.layers.documents import Documents
 from titans_pt.layers.flops import Flops, product
 from titans_pt.layers.norm import RMSNorm
 from titans_pt.layers.sharding import Shard
+from titans_pt.layers.state import usable
 from titans_pt.models.backbone import Backbone, initialise
 
 OWN_LOGIT = 4.0
@@ -103,7 +104,8 @@ class LanguageModel(nn.Module):
             raise ValueError(f"reset: given shape {tuple(reset.shape)}; must be that of ids, {tuple(ids.shape)}")
         x = self.embed(ids)
         documents = None if reset is None else Documents.of(reset, ids.device)
-        x, blocks = self.blocks(x, state and state.blocks, documents, output_final_state)
+        before = state and usable(state.blocks, documents)
+        x, blocks = self.blocks(x, before, documents, output_final_state)
         if last_only:
             x = x[:, -1:]
         x = self.norm(x)

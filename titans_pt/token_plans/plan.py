@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 
 from titans_pt.kernels.one_token import Map, Maps, unserved
 
@@ -73,9 +74,9 @@ class _Plans:
         return all(owner.get(name) is p and p.data_ptr() == place for owner, name, p, place in self._parameters)
 
     def waited_for(self) -> bool:
-        """Whether one of the modules has a hook or its own ``forward``, which a plan would not call. Observers use
-        them, and so do ZeRO-3 (to gather weights) and tensor parallelism (to sum over ranks)."""
-        return any(before or after or "forward" in own for own, after, before in self._called)
+        """Whether one of the modules, or all modules, have a hook, or one has its own ``forward``: a plan would not
+        call it. Observers use them, and so do ZeRO-3 (to gather weights) and tensor parallelism (to sum over ranks)."""
+        return _has_any_global_hook() or any(before or after or "forward" in own for own, after, before in self._called)
 
     def like(self, x: Tensor) -> bool:
         """Whether a plan can read the weights in place, in x's dtype, and is the fastest path."""

@@ -11,7 +11,14 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, StoppingCriteria, StoppingCriteriaList, TextStreamer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DynamicCache,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    TextStreamer,
+)
 from transformers import pipeline as hf_pipeline
 
 from tests.helpers.mixers import EVERY
@@ -136,13 +143,15 @@ def test_streamers_and_stops(hub, tokenizer, ids, capsys):
         ({"assistant_model": "itself"}, "assisted generation needs to go back"),
         ({"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5}, "group beam search"),
         ({"attention_mask": torch.tensor([[1] * 12 + [0]])}, "pad on the left"),
+        ({"input_ids": torch.zeros(1, 0, dtype=torch.int64)}, "input_ids: given no token; generate.. needs at least"),
+        ({"input_ids": None, "state": "a state"}, "input_ids: given no token; .* pass this token with the state"),
     ],
 )
 def test_what_generate_does_not_do(hub, ids, options, words):
     if "assistant_model" in options:
         options = {"assistant_model": hub}
     with pytest.raises(ValueError, match=words):
-        hub.generate(ids[:1], **{"max_new_tokens": 3, **options})
+        hub.generate(**{"input_ids": ids[:1], "max_new_tokens": 3, **options})
 
 
 def test_pipelines(exported, hub, tokenizer):
@@ -194,6 +203,7 @@ def test_logits_to_keep(hub, ids):
         ({"input_ids": None}, ValueError, "input_ids: missing"),
         ({"input_ids": None, "inputs_embeds": torch.zeros(2, 13, 16)}, ValueError, "pass input_ids"),
         ({"state": "one", "past_key_values": "another"}, ValueError, "two names of one thing"),
+        ({"past_key_values": DynamicCache()}, TypeError, "state: given a DynamicCache; a call changes no .* cache"),
         ({"attention_mask": torch.zeros(2, 1, 13, 13)}, ValueError, "given shape"),
         ({"attention_mask": torch.zeros(2, 5)}, ValueError, "given shape"),
     ],

@@ -4,11 +4,13 @@ import pytest
 import torch
 
 from tests.conftest import TINY, merged
-from tests.helpers.mixers import own_settings
+from tests.helpers.mixers import own_settings, small_model
 from titans_pt.config import Config
-from titans_pt.layers.state import take_rows, tensors
+from titans_pt.errors import UserError
+from titans_pt.layers.state import join_rows, take_rows, tensors
 from titans_pt.models import build_model
 from titans_pt.models.mixers import MIXERS
+from titans_pt.token_plans import put_on
 
 
 @pytest.mark.parametrize("cut", [False, True])
@@ -30,3 +32,94 @@ def test_rows_that_were_taken_go_on_as_they_would_have(mixer, cut):
     torch.testing.assert_close(found, expected[index])
     places = {tensor.untyped_storage().data_ptr() for tensor in tensors(state) if tensor.numel()}
     assert not any(tensor.untyped_storage().data_ptr() in places for tensor in tensors(taken) if tensor.numel())
+
+
+COUNTING = {"attention", "swa", "liza", "mab", "mac", "mag", "mal", "retnet"}
+"""Mixers that count positions for the whole batch."""
+VARIANTS = [
+    {"mixers": ["swa", "mac"], "attention": {"sinks": 2}},
+    {"mixers": ["mag", "mac"], "persistent_tokens": 0},
+    {"mixers": ["hope", "lmm"], "mlp_periods": [4, 8]},
+    {"mixers": ["lmm", "mag"], "memory": {"hierarchy": {"chunk": 8, "shard": 16, "locals": [2, 4]}}},
+    {"mixers": ["lmm", "mal"], "memory": {"chunk_size": 4, "rule": "atlas", "atlas": {"window": 3}}},
+    {"mixers": ["lmm", "mac"], "memory": {"chunk_size": 4, "caching": {"segment": 4, "slots": 3}}},
+    {"mixers": ["lmm", "mag"], "memory": {"caching": {"segment": 16, "shares": "change", "fresh": True}}},
+    {"mixers": ["lmm"], "memory": {"chunk_size": 4, "caching": {"segment": 4, "shares": "sparse", "top": 1}}},
+]
+
+
+@torch.no_grad()
+def _join_and_go_on(model, reads: tuple[int, int]):
+    """Join three rows that documents have cut, after ``reads[0]`` tokens, with two that have read ``reads[1]``; each
+    must go on as it would have alone, over many tokens at once and token by token."""
+    first, second, more = (torch.randint(3, 50, shape) for shape in ((3, reads[0]), (2, reads[1]), (5, 13)))
+    reset = torch.arange(reads[0]) == torch.tensor([[0], [3], [reads[0] - 2]])
+    states = [model(first, reset=reset)[1], model(second)[1]]
+    put_on(model.blocks)
+    expected = torch.cat([model(rows, state)[0] for rows, state in zip(more.split([3, 2]), states, strict=True)])
+    joined = join_rows(states)
+    torch.testing.assert_close(model(more, joined)[0], expected)
+    found, state = [], joined
+    for token in more.split(1, 1):
+        logits, state = model(token, state)
+        found.append(logits)
+    torch.testing.assert_close(torch.cat(found, 1), expected)
+    begins = torch.arange(13) == torch.tensor([[20], [5], [20], [0], [20]])
+    cut = [y.split([3, 2]) for y in (more, begins)]
+    separate = [model(ids, state, reset)[0] for ids, reset, state in zip(*cut, states, strict=True)]
+    torch.testing.assert_close(model(more, joined, begins)[0], torch.cat(separate))
+    back = join_rows([take_rows(joined, torch.tensor([row])) for row in range(5)])
+    torch.testing.assert_close(model(more, back)[0], expected)
+    places = {tensor.untyped_storage().data_ptr() for one in states for tensor in tensors(one) if tensor.numel()}
+    assert not any(tensor.untyped_storage().data_ptr() in places for tensor in tensors(joined) if tensor.numel())
+
+
+@pytest.mark.parametrize("mixer", MIXERS.built_in())
+def test_joined_rows_go_on_as_they_would_have(mixer):
+    """Streams may be in different places of their chunks and segments; mixers that count positions for the whole batch
+    need streams of equally many tokens."""
+    model = small_model([mixer])
+    _join_and_go_on(model, (18, 18))
+    if mixer not in COUNTING:
+        _join_and_go_on(model, (18, 7))
+        return
+    states = [model(torch.randint(3, 50, (2, tokens)))[1] for tokens in (18, 7)]
+    with pytest.raises(UserError, match=r"^states: blocks\.0\.[\w.]+ is .*; .* after equally many tokens$"):
+        join_rows(states)
+
+
+@pytest.mark.parametrize("settings", VARIANTS, ids=str)
+def test_joined_rows_of_other_forms_of_state(settings):
+    model = small_model(**{"mixers": ["lmm"], **settings})
+    _join_and_go_on(model, (18, 18))
+    if not COUNTING & set(settings["mixers"]):
+        _join_and_go_on(model, (18, 7))
+
+
+def test_what_is_not_joined():
+    def state(seed=0, tokens=5, dtype=torch.float64, **settings):
+        model = small_model(["mag"], **settings).to(dtype)
+        if seed:
+            model.embedding.weight.data.add_(1), model.blocks[0].mixer.persistent.data.add_(1)
+        return model(torch.arange(tokens)[None] + 3)[1]
+
+    for others, words in (
+        ([], "states: given none"),
+        ([state(), state(tokens=6)], "position is 5 in one and 6"),
+        ([state(), state(window=4)], r"blocks.0.attention.k is torch.float64 \(5, 4, 8\) on cpu"),
+        ([state(), state(dtype=torch.float32)], "one and torch.float32"),
+        ([state(), state().blocks], "the whole is LanguageModelState of 1 in one and list of 2"),
+        ([state(), state(seed=1)], "blocks.0.memory.start differs; .* with the same weights"),
+    ):
+        with pytest.raises(UserError, match=words):
+            join_rows(others)
+
+
+def test_gradients_flow_through_joined_rows():
+    model = small_model(["mac", "lmm"])
+    first, second, more = (torch.randint(3, 50, shape) for shape in ((2, 9), (1, 9), (3, 6)))
+    states = [model(ids)[1] for ids in (first, second)]
+    parameters = list(model.parameters())
+    together = torch.autograd.grad(model(more, join_rows(states))[0].square().sum(), parameters, retain_graph=True)
+    separate = sum(model(ids, state)[0].square().sum() for ids, state in zip(more.split([2, 1]), states, strict=True))
+    torch.testing.assert_close(together, torch.autograd.grad(separate, parameters))

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from titans_pt import LMM, MAC, MAG, MAL, NeuralMemory
+from titans_pt import LMM, MAC, MAG, MAL, NeuralMemory, UserError, mixer
 
 SMALL = {"n_heads": 2, "chunk_size": 4, "depth": 2, "conv_width": 3}
 LAYERS = {
@@ -107,6 +107,29 @@ def test_torch_compile_gives_the_same_gradients(name, backend):
     equal({key.removeprefix("_orig_mod."): g for key, g in found.items()}, expected, rtol=1e-4, atol=1e-6)
     if name == "memory":
         assert counters["graph_break"] and all("torch.compiler.disable" in reason for reason in counters["graph_break"])
+
+
+class Outputs(nn.Module):
+    """A layer's outputs alone: torch.export knows no states."""
+
+    def __init__(self, layer: nn.Module):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        return self.layer(x)[0]
+
+
+@pytest.mark.parametrize("name", ["swa", "gated_deltanet", "mamba", "memory", "mac", "ttt_mlp"])
+def test_torch_export_is_right_or_refused(name):
+    net = Outputs(LAYERS[name]() if name in LAYERS else mixer(name, 16)).eval()
+    x, other = torch.randn(2, 2, 9, 16)
+    with torch.no_grad():
+        if name in ("memory", "mac", "ttt_mlp"):
+            with pytest.raises(UserError, match="^torch.export: given a .*memory, .* compile the model with"):
+                torch.export.export(net, (x,))
+            return
+        torch.testing.assert_close(torch.export.export(net, (x,)).module()(other), net(other))
 
 
 def in_processes(work, tmp_path, *args):

@@ -1,5 +1,6 @@
 """States as values, sequences that begin inside a call, and a memory's figures for each token."""
 
+import copy
 import pickle
 from dataclasses import replace
 
@@ -14,6 +15,7 @@ from titans_pt import (
     UserError,
     detach_state,
     fork_state,
+    join_rows,
     load_state,
     mixer,
     move_state,
@@ -302,6 +304,85 @@ def test_a_state_is_moved(layer):
         layer(x, elsewhere)
     single = layer.float()(x.float(), move_state(state, "cpu", torch.float32))[0]
     torch.testing.assert_close(single.double(), layer.double()(x, move_state(state, "cpu"))[0], atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("name", [name for name in MIXERS.built_in() if name not in ("hgrn2", "rwkv7", "rmt")])
+def test_training_goes_on_from_a_state_of_inference_mode(name):
+    layer = mixer(name, 16, **CHUNK.get(name, {}))
+    x, more = torch.randn(2, 2, 7, 16)
+    with torch.inference_mode():
+        _, read = layer(x)
+    y, after = layer(more, read)
+    y.square().sum().backward()
+    torch.testing.assert_close(y, layer(more, fork_state(read))[0])
+    assert not any(t.is_inference() for t in tensors(after)) and any(t.is_inference() for t in tensors(read))
+
+
+@pytest.mark.parametrize("name", MIXERS.built_in())
+def test_a_row_that_begins_again_forgets_infinities_and_nan(name):
+    model = small_model([name])
+    broken = copy.deepcopy(model)
+    broken.embedding.weight.data[51] = torch.nan
+    ids, before = torch.randint(0, 50, (2, 6)), torch.randint(0, 50, (2, 9))
+    before[1, 7] = 51
+    _, read = broken(before)
+    assert not all(t.isfinite().all() for t in tensors(read))
+    reset = torch.tensor([[False], [True]]) & (torch.arange(6) == 0)
+    y, after = model(ids, read, reset)
+    torch.testing.assert_close(y[1:], model(ids[1:])[0])
+    assert all(t.isfinite().all() for t in tensors(after))
+
+
+def test_a_layers_row_that_begins_again_forgets_nan(layer):
+    x = torch.randn(2, 7, 16, dtype=torch.float64)
+    bad = x.clone()
+    bad[0, 3] = torch.nan
+    reset = torch.tensor([[True], [False]]) & (torch.arange(7) == 0)
+    torch.testing.assert_close(layer(x, layer(bad)[1], reset)[0][:1], layer(x[:1])[0])
+
+
+def test_training_of_a_model_goes_on_from_a_state_of_inference_mode():
+    model = small_model(["mac", "lmm"])
+    with torch.inference_mode():
+        _, read = model(torch.randint(0, 50, (2, 9)))
+    model(torch.randint(0, 50, (2, 5)), read)[0].square().sum().backward()
+
+
+@pytest.mark.parametrize("name", [name for name in MIXERS.built_in() if name not in ("hgrn2", "rwkv7", "rmt")])
+def test_what_is_no_state_of_the_layer_is_one_line(name):
+    layer = mixer(name, 16, **CHUNK.get(name, {}))
+    x = torch.randn(2, 7, 16)
+    other = mixer("swa" if name.startswith("ttt") else "ttt_mlp", 16)
+    for wrong in (layer(x), x, other(x)[1]):
+        with pytest.raises(UserError, match=rf"^state: given a \w+; allowed: {type(layer).__name__}'s own, a \w+State"):
+            layer(x, wrong)
+
+
+def test_a_layer_whose_states_have_no_declared_class_takes_any(monkeypatch):
+    monkeypatch.setattr(MIXERS, "_found", dict(MIXERS._found))
+
+    @MIXERS.register
+    class Undeclared(MIXERS.find("swa")):
+        name = "undeclared"
+
+        def forward(self, x, state=None, documents=None):
+            return super().forward(x, state, documents)
+
+    layer, x = mixer("undeclared", 16), torch.randn(2, 7, 16)
+    y, state = layer(x)
+    layer(x, state)
+
+
+def test_streams_join_and_leave(layer):
+    """The states of two calls become one, and the first row leaves."""
+    x, more = torch.randn(3, 7, 16, dtype=torch.float64), torch.randn(3, 5, 16, dtype=torch.float64)
+    both = join_rows([layer(x[:1])[1], layer(x[1:])[1]])
+    expected, state = layer(more, layer(x)[1])
+    found, after = layer(more, both)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(layer(x[1:], take_rows(after, torch.tensor([1, 2])))[0], layer(x, state)[0][1:])
+    with pytest.raises(UserError, match="^states: given none"):
+        join_rows([])
 
 
 @pytest.mark.parametrize("part", ["memory", "q"])

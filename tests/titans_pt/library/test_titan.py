@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.helpers.untrained import untrained_run
-from titans_pt import Titan, UserError, evaluation
+from titans_pt import Titan, UserError, detach_state, evaluation, fork_state, join_rows
 from titans_pt.huggingface import export_run
 from titans_pt.layers.state import tensors
 from titans_pt.library import titan
@@ -104,6 +104,16 @@ def test_errors(run, model, prepared, tmp_path):
         model.generate("some", temperature=-1)
     with pytest.raises(UserError, match="state: given a list; allowed"):
         model.generate("some", state=[])
+    with pytest.raises(UserError, match="text: given a list; allowed: one string"):
+        model.generate(["some", "more"])
+    notes = model.read("some words")
+    with pytest.raises(UserError, match="state: given a Reading; .* pass reading.state"):
+        model(torch.tensor([[5]]), notes)
+    for function in (fork_state, detach_state, lambda state: join_rows([state, state])):
+        with pytest.raises(UserError, match="state: given a Reading, .* pass reading.state"):
+            function(notes)
+    two = join_rows([notes.state, notes.state])
+    assert torch.equal(*model(torch.tensor([[5], [5]]), two)[0])
     other = Titan.from_pretrained(untrained_run(tmp_path / "other", prepared, seed=1))
     with pytest.raises(UserError, match="state: given one of other weights"):
         other.generate("some", state=model.read("some words"))

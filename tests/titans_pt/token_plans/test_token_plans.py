@@ -408,3 +408,20 @@ def test_exported_files_have_the_plans_of_their_mixers(mixer, others, tmp_path, 
     torch.testing.assert_close(token_by_token(theirs)[0], token_by_token(model)[0], rtol=0, atol=1e-11)
     alone = served[2:]  # without the prompt's calls
     assert len(alone) == 2 * 2 * (T - 5) and all(found is not None for found in alone)
+
+
+@torch.no_grad()
+def test_hooks_of_all_modules_are_called(taken):
+    """torch.nn.modules.module.register_module_forward_hook does not put its hook on the modules."""
+    model = small(*FORMS["lmm"])
+    expected, _ = token_by_token(model)
+    handle = torch.nn.modules.module.register_module_forward_hook(
+        lambda module, given, y: 2 * y if isinstance(module, torch.nn.Linear) else None
+    )
+    try:
+        taken.clear()
+        changed, _ = token_by_token(model)
+        torch.testing.assert_close(changed, model(ids())[0][:, 5:], rtol=0, atol=1e-9)
+    finally:
+        handle.remove()
+    assert taken and not any(served for _, served in taken) and not torch.allclose(changed, expected)

@@ -1,8 +1,8 @@
 """MAC, memory as a context: attention sees recalled tokens before each segment, and its output is written back."""
 
 import functools
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -19,7 +19,7 @@ from titans_pt.layers.gradients import with_gradients
 from titans_pt.layers.memory import NeuralMemory, NeuralMemoryState, Projection
 from titans_pt.layers.rotary import rotate
 from titans_pt.layers.sharding import Shard
-from titans_pt.layers.state import SHARED
+from titans_pt.layers.state import SHARED, join_parts
 from titans_pt.models.mixers.base import MIXERS, Need
 from titans_pt.models.mixers.common import (
     BranchGate,
@@ -59,6 +59,21 @@ class MACState:
     offset: Tensor
     position: int
     persistent: tuple[Tensor, Tensor] | None = None
+
+    @staticmethod
+    def join_rows(states: "Sequence[MACState]", place: str) -> "MACState":
+        """See titans_pt.layers.state.join_rows. Masks hide tokens and memory tokens that are not a row's own."""
+        newest = max(state.k.shape[1] for state in states)
+        places = sorted(set().union(*(state.h_place.tolist() for state in states)))
+        return join_parts([state.with_room(newest, places) for state in states], place)
+
+    def with_room(self, newest: int, places: list[int]) -> "MACState":
+        """The state with zeros for other rows' tokens: the ``newest`` ones, and memory tokens at ``places``."""
+        k, v = (torch.cat([x.new_zeros(len(x), newest - x.shape[1], *x.shape[2:]), x], 1) for x in (self.k, self.v))
+        own = torch.tensor([places.index(place) for place in self.h_place.tolist()], dtype=torch.int64)
+        h_k, h_v = (x.new_zeros(len(x), len(places), *x.shape[2:]).index_copy(1, own.to(x.device), x)
+                    for x in (self.h_k, self.h_v))  # fmt: skip
+        return replace(self, k=k, v=v, h_k=h_k, h_v=h_v, h_place=torch.tensor(places, dtype=torch.int64))
 
 
 @dataclass

@@ -12,7 +12,7 @@ from titans_pt.config import Config, ModelConfig, Positive, Section
 from titans_pt.layers.documents import Documents
 from titans_pt.layers.flops import Flops, linear_flops, mean_keys, product
 from titans_pt.layers.norm import RMSNorm
-from titans_pt.layers.state import check_rows, fork, map_tensors, rows
+from titans_pt.layers.state import check_rows, fork, join_parts, map_tensors, rows
 from titans_pt.models.mixers.attention import AttentionMixer
 from titans_pt.models.mixers.base import MIXERS, Blocks, Mixer, Need
 from titans_pt.models.mixers.common import used_length
@@ -29,16 +29,26 @@ class RMTState:
     blocks: list[Any] | None
     read: int
 
+    @staticmethod
+    def join_rows(states: "Sequence[RMTState | RMTRows]", place: str) -> "RMTState | RMTRows":
+        """See titans_pt.layers.state.join_rows."""
+        together = len({state.read if isinstance(state, RMTState) else None for state in states}) == 1
+        if together and isinstance(states[0], RMTState):
+            return join_parts(states, place)
+        return RMTRows([fork(row) for state in states for row in _rows(state, rows(state) or 0)])
+
 
 @dataclass
 class RMTRows:
-    """State of each row by itself, after documents have cut the rows."""
+    """State of each row by itself: documents have cut the rows, or states in other places of a segment were joined."""
 
     rows: list[RMTState]
 
     def take_rows(self, index: Tensor) -> "RMTRows":
         """See titans_pt.layers.state.take_rows."""
         return RMTRows([fork(self.rows[row]) for row in index.tolist()])
+
+    join_rows = staticmethod(RMTState.join_rows)
 
 
 def _rows(state: RMTState | RMTRows | None, rows: int) -> Sequence[RMTState | None]:
