@@ -93,6 +93,13 @@ class RunFolder:
             sign(file)
             yield self
 
+    def holder(self) -> str:
+        """The text that names the process which holds the lock, or held it last; "" if it cannot be read."""
+        try:
+            return (self.path / ".lock").read_text(errors="replace")
+        except OSError:
+            return ""
+
     @contextlib.contextmanager
     def opened(self):
         """Locks the folder (:meth:`lock`) and writes our log to ``log``, warnings also to stderr."""
