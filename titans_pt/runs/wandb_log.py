@@ -11,6 +11,8 @@ from titans_pt.runs.folder import RunFolder
 
 INIT_TIMEOUT = 30.0
 """Seconds that a starting run tries to reach the server."""
+FINISH_TIMEOUT = 600.0
+"""Seconds that an ending run waits for W&B to take the rest; WANDB_FINISH_TIMEOUT replaces it. W&B alone waits hours."""
 _MODES = {"online": "online", "offline": "offline", "disabled": "disabled", "shared": "shared", "dryrun": "offline",
           "run": "online"}  # fmt: skip
 """Values of WANDB_MODE -> the current mode that each means."""
@@ -42,6 +44,7 @@ class WandbLog:
         """
         self.id, self.begins = None, False
         self._run = None
+        self._kept = Path(_folder(folder)) / "wandb"
         self._offset: int | None = None
         if config.wandb.mode == "disabled":
             return
@@ -60,7 +63,7 @@ class WandbLog:
                 if mode == "offline":
                     raise
                 text = "W&B is not online (%s); metrics are kept for `wandb sync` in %s"
-                log.warning(text, _line(error), Path(_folder(folder)) / "wandb")
+                log.warning(text, _line(error), self._kept)
                 import wandb
 
                 wandb.teardown()  # W&B's service still holds the id
@@ -71,6 +74,7 @@ class WandbLog:
     def _init(self, config: Config, folder: RunFolder, mode: Any) -> Any:  # wandb refuses modes that it does not know
         import wandb
 
+        limit = {} if os.environ.get("WANDB_FINISH_TIMEOUT") else {"finish_timeout": FINISH_TIMEOUT}
         project, default = config.wandb.project, WandbConfig().project
         run = wandb.init(
             id=self.id,
@@ -81,7 +85,9 @@ class WandbLog:
             dir=_folder(folder),
             mode=mode,
             config=config.model_dump(mode="json"),
-            settings=wandb.Settings(silent=True, console="off", init_timeout=INIT_TIMEOUT),
+            settings=wandb.Settings(
+                silent=True, console="off", init_timeout=INIT_TIMEOUT, finish_timeout_raises=True, **limit
+            ),
         )
         run.define_metric("step", hidden=True)
         run.define_metric("*", step_metric="step")
@@ -116,6 +122,8 @@ class WandbLog:
             return
         try:
             self._run.finish()
+        except TimeoutError:
+            log.warning("W&B did not take the rest of the metrics in time; `wandb sync` sends them from %s", self._kept)
         except Exception as error:
             self._give_up(error)
 

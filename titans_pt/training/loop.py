@@ -78,7 +78,7 @@ def train(config: Config) -> int:
         stack.enter_context(watch.stacks_in(folder.stacks))
         trainer = Trainer(task, data, folder, ranks, signals, watch)
         stack.callback(trainer.close)
-        stack.callback(watch.end)  # before W&B sends the rest, which may take any time
+        stack.callback(watch.end)  # before W&B sends the rest, which may take minutes
         return trainer.run()
 
 

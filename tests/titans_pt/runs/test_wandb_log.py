@@ -11,7 +11,7 @@ import wandb
 from titans_pt.config import Config
 from titans_pt.config.files import load_config
 from titans_pt.runs.folder import RunFolder
-from titans_pt.runs.wandb_log import WandbLog, resolve_mode
+from titans_pt.runs.wandb_log import FINISH_TIMEOUT, WandbLog, resolve_mode
 from titans_pt.training import loop
 
 
@@ -267,6 +267,34 @@ def test_an_artifact_that_fails_is_one_warning(offline, tmp_path, caplog):
     for _ in range(2):
         log.send("checkpoint", "model", tmp_path / "missing")
     assert len([r for r in caplog.records if "W&B is off" in r.getMessage()]) == 1
+
+
+@pytest.mark.parametrize("given", [{}, {"WANDB_FINISH_TIMEOUT": "5"}])
+def test_a_network_that_dies_does_not_keep_a_run_from_ending(monkeypatch, tmp_path, caplog, given):
+    """All ranks wait for rank 0, and W&B tries for hours."""
+    settings = []
+
+    class Run:
+        def define_metric(self, *_, **__): ...
+
+        def finish(self):
+            raise TimeoutError("Timed out finishing run.")
+
+    def init(**named):
+        settings.append(named["settings"])
+        return Run()
+
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(wandb, "init", init)
+    folder = RunFolder(tmp_path)
+    WandbLog(Config.model_validate({"wandb": {"mode": "offline"}}), folder, None).close()
+    resolved = wandb.Settings()
+    resolved.update_from_env_vars(os.environ)
+    resolved.update_from_settings(settings[0])
+    assert (resolved.finish_timeout, resolved.finish_timeout_raises) == (5.0 if given else FINISH_TIMEOUT, True)
+    (warning,) = caplog.messages
+    assert warning.endswith(f"`wandb sync` sends them from {folder.wandb}")
 
 
 def test_results_of_a_trainings_evaluations_go_to_its_own_run(tiny, ranks, monkeypatch):
