@@ -1,6 +1,7 @@
 import builtins
 import contextlib
 import os
+import shutil
 import socket
 import time
 from pathlib import Path
@@ -221,6 +222,23 @@ def test_a_branch_is_another_run_that_its_restarts_continue(tmp_path, server):
     assert branch.begins and branch.id != trunk.id and again.id == branch.id and not again.begins
     assert curve(runs[trunk.id]) == [(1, 1.0), (2, 2.0), (3, 3.0)]
     assert curve(runs[branch.id]) == [(2, 2.5), (3, 3.5)]
+
+
+def test_a_copy_of_a_run_folder_is_another_run_and_a_moved_one_is_not(tmp_path, server):
+    runs, _ = server
+    original, copy, moved = (RunFolder(tmp_path / name) for name in ("a", "copy", "moved"))
+    original.path.mkdir()
+    first = steps(original, {1: 1.0, 2: 2.0})
+    shutil.copytree(original.path, copy.path)
+    (tmp_path / "alias").symlink_to(original.path)
+    assert steps(RunFolder(tmp_path / "alias"), {3: 3.0}).id == first.id
+    second = steps(copy, {3: 9.0})
+    assert second.begins and second.id != first.id
+    assert steps(copy, {4: 9.0}).id == second.id
+    original.path.rename(moved.path)
+    third = steps(moved, {4: 4.0})
+    assert third.id == first.id and not third.begins
+    assert curve(runs[first.id]) == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 4.0)]
 
 
 def test_the_environment_goes_before_our_defaults(monkeypatch, tmp_path, server):
