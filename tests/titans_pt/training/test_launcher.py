@@ -156,8 +156,8 @@ def test_options(monkeypatch):
     several = {"PROCESSES": "8", "NODES": "2", "MASTER": "n1:29500", "JOB": "7", "HOST": "0", "ADDRESS": "10.0.0.2"}
     found = " ".join(launcher.options(several))
     assert found == (
-        f"--nproc_per_node 8 --max_restarts 3 {heard} --nnodes 2 --rdzv_backend c10d --rdzv_id 7 --rdzv_endpoint n1:29500 "
-        "--rdzv_conf is_host=0 --local_addr 10.0.0.2"
+        f"--nproc_per_node 8 --max_restarts 3 {heard} --nnodes 2 --rdzv_backend c10d --rdzv_id 7 "
+        "--rdzv_endpoint n1:29500 --rdzv_conf is_host=0 --local_addr 10.0.0.2"
     )
     ours = {f"TITANS_{name}": value for name, value in several.items()}
     assert " ".join(launcher.options(dict.fromkeys(several, "another program's") | ours)) == found

@@ -92,6 +92,6 @@ def test_a_run_folder_that_is_not_shared_is_refused_at_the_start(tmp_path, monke
     ranks = SimpleNamespace(rank=1, on_first=lambda action: of_rank_0.holder(), together=lambda action: action())
     monkeypatch.setattr(loop, "SHARING", 0.0)
     with of_rank_0.lock():
-        with pytest.raises(UserError, match=rf"run.dir: {own.path} on .* \(rank 1\) is not the folder that rank 0 sees"):
+        with pytest.raises(UserError, match=rf"run.dir: {own.path} on .* \(rank 1\) is not the folder of rank 0"):
             loop._check_shared(own, ranks)
         loop._check_shared(of_rank_0, ranks)
