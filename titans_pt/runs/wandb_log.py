@@ -13,7 +13,7 @@ from titans_pt.tools.files import write_text
 INIT_TIMEOUT = 30.0
 """Seconds that a starting run tries to reach the server."""
 FINISH_TIMEOUT = 600.0
-"""Seconds that an ending run waits for W&B to take the rest (W&B itself waits hours); WANDB_FINISH_TIMEOUT goes first."""
+"""Seconds that an ending run waits for W&B, which itself tries for hours; WANDB_FINISH_TIMEOUT replaces it."""
 _MODES = {"online": "online", "offline": "offline", "disabled": "disabled", "shared": "shared", "dryrun": "offline",
           "run": "online"}  # fmt: skip
 """Values of WANDB_MODE -> the current mode that each means."""

@@ -106,8 +106,8 @@ def _check_shared(folder: RunFolder, ranks: Ranks):
         end = time.monotonic() + SHARING
         while folder.holder() != holder:
             if time.monotonic() > end:
-                raise UserError(f"run.dir: {folder.path.absolute()} on {platform.node()} (rank {ranks.rank}) is not the "
-                                "folder of rank 0; name one on a file system that all nodes share")  # fmt: skip
+                raise UserError(f"run.dir: {folder.path.absolute()} on {platform.node()} (rank {ranks.rank}) is not "
+                                "the folder of rank 0; name one on a file system that all nodes share")  # fmt: skip
             time.sleep(0.5)
 
     ranks.together(check)
