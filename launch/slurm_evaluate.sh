@@ -7,7 +7,8 @@
 # A task that was stopped continues when it is queued again, even within a long sample (evaluation.save_every). The rank
 # that finds all samples done writes the summary and the figures. To submit some of an array of 0-15 again:
 #     TITANS_RANKS=16 sbatch --array 3,7 launch/slurm_evaluate.sh RUN ...
-# If the run still trains, name the step (--checkpoint STEP): tasks that start later would find a newer checkpoint.
+# If the run still trains, name the step (--checkpoint STEP): tasks that start later would find a newer checkpoint. It must
+# be one that the run keeps (train.keep_every).
 #SBATCH --job-name titans-evaluate
 #SBATCH --ntasks 1
 #SBATCH --gpus 1

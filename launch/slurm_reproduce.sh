@@ -19,12 +19,16 @@ cd "${SLURM_SUBMIT_DIR:-.}"
 # Below the 300 s, so that there is time to queue again if a checkpoint was not done and processes had to be killed.
 export TITANS_GRACE=${TITANS_GRACE:-${GRACE:-270}}
 
+# One task of an array has the array's number in SLURM_JOB_ID, and commands with that number would act on all tasks.
+own=$SLURM_JOB_ID
+if [[ -n ${SLURM_ARRAY_TASK_ID:-} ]]; then own=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID; fi
+
 asked=0
 # SIGUSR1: time is nearly up. SIGTERM: preempted.
 # shellcheck disable=SC2329  # called by the trap
 end() {
     asked=1
-    scancel --signal TERM "$SLURM_JOB_ID"  # the job's steps, not this script
+    scancel --signal TERM "$own"  # the job's steps, not this script
 }
 trap end USR1 TERM
 
@@ -42,9 +46,9 @@ while kill -0 "$step" 2>/dev/null; do  # a trap cuts wait short
 done
 # A preemption sends SIGTERM to the steps alone: ask scontrol. A job that is cancelled, or that SLURM itself is queueing
 # again, is not RUNNING any more.
-job=" $(scontrol --oneliner show job "$SLURM_JOB_ID") "
+job=" $(scontrol --oneliner show job "$own") "
 if [[ $job == *" JobState=RUNNING "* ]] && [[ $asked == 1 || $job =~ " PreemptTime="[0-9] ]]; then
     trap '' USR1 TERM  # the signals of requeueing must not end the queued job
-    scontrol requeue "$SLURM_JOB_ID"
+    scontrol requeue "$own"
 fi
 exit "$status"

@@ -28,12 +28,16 @@ if [[ -z ${TITANS_PYTHON:-} && -n ${PYTHON:-} ]] && "$PYTHON" -c 'import titans_
 # Since SLURM 22.05 srun does not inherit --cpus-per-task from sbatch: a task would have one CPU.
 if [[ -n ${SLURM_CPUS_PER_TASK:-} ]]; then export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK; fi
 
+# One task of an array has the array's number in SLURM_JOB_ID, and commands with that number would act on all tasks.
+own=$SLURM_JOB_ID
+if [[ -n ${SLURM_ARRAY_TASK_ID:-} ]]; then own=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID; fi
+
 asked=0
 # SIGUSR1: time is nearly up. SIGTERM: the job is cancelled, or preempted and at its end.
 # shellcheck disable=SC2329  # called by the trap
 end() {
     asked=1
-    scancel --signal TERM "$SLURM_JOB_ID"  # the job's steps, not this script
+    scancel --signal TERM "$own"  # the job's steps, not this script
 }
 trap end USR1 TERM
 
@@ -48,9 +52,9 @@ done
 
 # A preemption sends SIGTERM to the steps alone: ask scontrol. A job that is cancelled, or that SLURM itself is queueing
 # again, is not RUNNING any more.
-job=" $(scontrol --oneliner show job "$SLURM_JOB_ID") "
+job=" $(scontrol --oneliner show job "$own") "
 if [[ $job == *" JobState=RUNNING "* ]] && [[ $asked == 1 || $job =~ " PreemptTime="[0-9] ]]; then
     trap '' USR1 TERM  # the signals of requeueing must not end the queued job
-    scontrol requeue "$SLURM_JOB_ID"
+    scontrol requeue "$own"
 fi
 exit "$status"

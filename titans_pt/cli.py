@@ -28,6 +28,7 @@ _OS_REMEDIES = {
     errno.EROFS: ("its disk can only be read", "a place on one that can be written to"),
     errno.EISDIR: ("a file belongs there: move the folder away", "another place"),
     errno.ENOTDIR: ("a part of the path is a file", "another place"),
+    errno.EEXIST: ("a file, or a link to a folder that does not exist here, has this name: move it", "another place"),
     errno.EFBIG: ("raise the limit of a file's size (ulimit -f)", "a place on a disk that takes larger files"),
     errno.ENAMETOOLONG: ("its name is too long", "a shorter one"),
     errno.ELOOP: ("its links lead in a circle", "another place"),

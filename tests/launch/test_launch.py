@@ -143,6 +143,8 @@ def test_deepspeed(stand_ins, start, variables, port):
 WHEN = "2026-11-22T08:22:35"
 TRAINING = ["slurm_train.sh", "slurm_reproduce.sh"]
 SLURM = {"SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_ID": "77"}
+TASK = {"SLURM_ARRAY_JOB_ID": "77", "SLURM_ARRAY_TASK_ID": "3"}
+"""The task of an array that has the array's number as its own."""
 
 
 def slurm(stand_ins, tmp_path, srun: str, job: str = "JobState=RUNNING PreemptTime=None"):
@@ -152,7 +154,7 @@ def slurm(stand_ins, tmp_path, srun: str, job: str = "JobState=RUNNING PreemptTi
         f"""
         case "$*" in
         "show hostnames"*) printf "n1\\nn2\\n" ;;
-        "--oneliner show job 77") echo "JobId=77 {job} NumNodes=2" ;;
+        "--oneliner show job 77" | "--oneliner show job 77_3") echo "JobId=77 {job} NumNodes=2" ;;
         *) echo "$@" >> {tmp_path}/asked ;;
         esac""",
     )
@@ -186,15 +188,16 @@ def test_slurm_starts_from_any_folder(stand_ins, start, tmp_path):
 
 @pytest.mark.parametrize("script", TRAINING)
 @pytest.mark.parametrize(
-    ("number", "state", "queued"),
-    [(signal.SIGUSR1, "RUNNING", True), (signal.SIGTERM, "RUNNING", True), (signal.SIGTERM, "COMPLETING", False)],
-)
+    ("number", "state", "queued", "array", "job"),
+    [(signal.SIGUSR1, "RUNNING", True, {}, "77"), (signal.SIGUSR1, "RUNNING", True, TASK, "77_3"),
+     (signal.SIGTERM, "RUNNING", True, {}, "77"), (signal.SIGTERM, "COMPLETING", False, {}, "77")],
+)  # fmt: skip
 def test_slurm_stops_with_a_checkpoint_and_queues_again_unless_cancelled(
-    stand_ins, start, tmp_path, script, number, state, queued
+    stand_ins, start, tmp_path, script, number, state, queued, array, job
 ):
     stop = f'trap "echo saved; exit 143" TERM; echo $$ > {tmp_path}/step; while :; do sleep 0.1; done'
     slurm(stand_ins, tmp_path, stop, f"JobState={state} PreemptTime=None")
-    process = start(script, "c.yaml", **SLURM)
+    process = start(script, "c.yaml", **SLURM, **array)
     while not (tmp_path / "step").exists():
         assert process.poll() is None, process.stdout.read()
         time.sleep(0.05)
@@ -202,10 +205,10 @@ def test_slurm_stops_with_a_checkpoint_and_queues_again_unless_cancelled(
     process.send_signal(number)
     out, _ = process.communicate(timeout=30)
     assert out == "saved\n"
-    assert (tmp_path / "cancelled").read_text() == "--signal TERM 77\n"
+    assert (tmp_path / "cancelled").read_text() == f"--signal TERM {job}\n"
     assert (tmp_path / "asked").exists() == queued
     if queued:
-        assert (tmp_path / "asked").read_text() == "requeue 77\n"
+        assert (tmp_path / "asked").read_text() == f"requeue {job}\n"
 
 
 @pytest.mark.parametrize("script", TRAINING)

@@ -174,6 +174,29 @@ def test_an_error_of_the_user_ends_the_job_at_once(cluster, tmp_path, prepared):
     assert "Traceback" not in job.log
 
 
+@pytest.mark.parametrize("script", ["slurm_train.sh", "slurm_reproduce.sh"])
+def test_a_task_of_an_array_that_stops_and_queues_itself_again_leaves_the_others_alone(cluster, tmp_path, script):
+    stub, events = tmp_path / "python", tmp_path / "events"
+    events.touch()
+    stub.write_text(f"""#!/usr/bin/env bash
+echo "$SLURM_ARRAY_TASK_ID starts as $SLURM_JOB_ID" >> {events}
+trap 'echo "$SLURM_ARRAY_TASK_ID stops" >> {events}; exit 143' TERM
+while :; do sleep 0.2; done
+""")
+    stub.chmod(0o755)
+    flags = "--array 0-1 --gpus-per-node 1 --cpus-per-task 1"
+    array = Job(cluster, tmp_path, script, "c.yaml", flags=flags, TITANS_PYTHON=str(stub))
+    array.wait("at work", lambda: events.read_text().count("starts") == 2)
+    # This task has the array's number as its own.
+    stopped = re.search(rf"(\d) starts as {array.number}$", events.read_text(), re.M)[1]
+    other = f"{array.number}_{1 - int(stopped)}"
+    cluster.run("scancel", "--batch", "--signal", "USR1", f"{array.number}_{stopped}")
+    array.wait("queued again", lambda: cluster.job(f"{array.number}_{stopped}")["Restarts"] == "1")
+    assert events.read_text().count("stops") == 1
+    assert (cluster.job(other)["JobState"], cluster.job(other)["Restarts"]) == ("RUNNING", "0")
+    array.cancel()
+
+
 def test_an_array_prepares_and_a_job_after_it_merges(cluster, tmp_path, prepared):
     words = [str(tmp_path / "tiny.yaml"), f"data.dir={tmp_path / 'data'}"]
     source = {"kind": "files", "path": str(prepared.parent / "text.jsonl")}

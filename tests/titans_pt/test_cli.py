@@ -231,6 +231,16 @@ def test_a_file_in_the_way(tiny, failing, tmp_path):
         assert "set run.dir" in line
 
 
+def test_a_link_to_a_disk_that_is_not_mounted(tiny, failing, tmp_path):
+    for name in ("linked", "run/checkpoints", "run/stacks"):
+        link = tmp_path / name
+        link.parent.mkdir(exist_ok=True)
+        link.symlink_to(tmp_path / "scratch")
+        line = failing("train", tiny(run={"dir": str(tmp_path / name.partition("/")[0])}))
+        assert f"{link}: " in line and "does not exist here" in line
+        link.unlink()
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
 def test_a_folder_without_permission(tiny, failing, tmp_path):
     (tmp_path / "locked").mkdir(mode=0o500)
@@ -261,6 +271,7 @@ def test_a_full_disk(run_copy, failing, monkeypatch):
 ])  # fmt: skip
 @pytest.mark.parametrize("code", [
     errno.EACCES, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR, errno.EFBIG, errno.ENAMETOOLONG, errno.ELOOP,
+    errno.EEXIST,
 ])  # fmt: skip
 def test_the_remedy_is_one_that_the_command_has(words, action, place, code, failing, tmp_path, monkeypatch):
     def broken(*_, **__):

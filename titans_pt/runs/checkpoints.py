@@ -23,7 +23,7 @@ from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from safetensors import safe_open
 from torch import Tensor
@@ -43,6 +43,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 """The kinds of Adam's state for a parameter, by torch's names."""
 MODEL, OPTIMIZER, TRAINER, MANIFEST = "model.safetensors", "optimizer.safetensors", "trainer.json", "manifest.json"
 _NAME = re.compile(r"step-(\d{8,})")
+T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
@@ -103,11 +104,15 @@ def list_checkpoints(folder: Path) -> list[Path]:
     """Checkpoint folders under ``folder``, oldest first, damaged ones included.
 
     Raises:
-        UserError: ``folder`` is a file.
+        UserError: ``folder`` is a file, or a link whose target is missing: its disk is not mounted, perhaps.
     """
-    if folder.exists() and not folder.is_dir():
-        raise UserError(f"{folder}: is a file, and a run keeps its checkpoints in a folder of this name; move it away")
     if not folder.is_dir():
+        if folder.is_symlink():
+            raise UserError(f"{folder}: a link to {os.readlink(folder)}, which does not exist here; bring it back, or "
+                            "delete the link to start without checkpoints")  # fmt: skip
+        if folder.exists():
+            raise UserError(f"{folder}: is a file, and a run keeps its checkpoints in a folder of this name; move it "
+                            "away")  # fmt: skip
         return []
     found = [(int(match[1]), path) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))]
     return [path for _, path in sorted(found)]
@@ -205,8 +210,12 @@ def _complete(temporary: Path, final: Path, files: dict[str, Any], state: Traine
     return final
 
 
-def verify(path: Path) -> list[str]:
-    """Problems of a checkpoint, one line each; empty if it is complete and no byte has changed."""
+def verify(path: Path, content: bool = True) -> list[str]:
+    """Problems of a checkpoint, one line each; empty if it is complete and no byte has changed.
+
+    Args:
+        content: False: compare only the sizes of the files, without reading them.
+    """
     if not path.exists():
         return ["it does not exist"]
     try:
@@ -226,7 +235,7 @@ def verify(path: Path) -> list[str]:
         try:
             if (size := (path / name).stat().st_size) != written:
                 problems.append(f"{name}: {size} bytes, written with {written}")
-            elif sha256(path / name) != digest:
+            elif content and sha256(path / name) != digest:
                 problems.append(f"{name}: content differs from what was written (SHA-256)")
         except OSError as error:
             problems.append(f"{name}: {error.strerror}")
@@ -246,6 +255,8 @@ def newest_complete(folder: Path) -> Path | None:
         problems = verify(path)
         if not problems:
             return path
+        if not os.path.lexists(path):  # its training has just deleted it, and has newer ones
+            return newest_complete(folder)
         log.warning("checkpoint %s is damaged and skipped: %s", path, "; ".join(problems))
     if paths:
         raise UserError(
@@ -286,6 +297,21 @@ def find(folder: Path, step: int | None = None) -> Path:
     if problems := verify(path):
         raise UserError(f"{path}: damaged: {'; '.join(problems)}; choose another step")
     return path
+
+
+def undisturbed(folder: Path, read: Callable[[], T]) -> T:
+    """Returns ``read()``, which finds and reads a checkpoint of a run that may be training.
+
+    A training deletes old checkpoints. If ``read`` failed while the list of checkpoints under ``folder`` changed, it is
+    called again.
+    """
+    while True:
+        before = list_checkpoints(folder)
+        try:
+            return read()
+        except Exception:  # a missing file: FileNotFoundError, or safetensors' RuntimeError
+            if list_checkpoints(folder) == before:
+                raise
 
 
 def read_state(path: Path) -> TrainerState:
@@ -375,8 +401,10 @@ def step_of(path: Path) -> int:
 def outdated(
     folder: Path, keep_last: int, keep_every: int | None = None, keep: Collection[Path] = (), newest: int | None = None
 ) -> list[Path]:
-    """The checkpoints that :func:`prune` deletes, oldest first."""
-    old = [path for path in list_checkpoints(folder) if newest is None or step_of(path) <= newest][:-keep_last]
+    """The checkpoints that :func:`prune` deletes, oldest first. Incomplete ones do not count among the newest."""
+    found = [path for path in list_checkpoints(folder) if newest is None or step_of(path) <= newest]
+    whole = [path for path in found if not verify(path, content=False)]
+    old = found[: found.index(whole[-keep_last])] if len(whole) >= keep_last else []
     return [path for path in old if path not in keep and not (keep_every and step_of(path) % keep_every == 0)]
 
 

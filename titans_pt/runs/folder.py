@@ -80,9 +80,9 @@ class RunFolder:
             self.path.mkdir(parents=True, exist_ok=True)
             file = (self.path / ".lock").open("a+")
         except OSError as error:
-            raise UserError(
-                f"run.dir: {error.filename}: {error.strerror}; set run.dir to a folder you may write to"
-            ) from None
+            in_the_way = isinstance(error, FileExistsError)
+            why = "a file, or a link to a folder that does not exist here" if in_the_way else error.strerror
+            raise UserError(f"run.dir: {error.filename}: {why}; set run.dir to a folder you may write to") from None
         with file:
             if not take(file.fileno(), self.path, "a second run here would not be noticed"):
                 file.seek(0)
@@ -92,6 +92,13 @@ class RunFolder:
                 )
             sign(file)
             yield self
+
+    def holder(self) -> str:
+        """The text that names the process which holds the lock, or held it last; "" if it cannot be read."""
+        try:
+            return (self.path / ".lock").read_text(errors="replace")
+        except OSError:
+            return ""
 
     @contextlib.contextmanager
     def opened(self):

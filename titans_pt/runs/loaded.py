@@ -88,6 +88,13 @@ def load_run(
         raise UserError(f"{folder.path}: not a run folder (no {folder.config.name}); name a training run's run.dir")
     folder.check_settings()
     config = load_stored(folder.config, overrides)
+    return checkpoints.undisturbed(folder.checkpoints, lambda: _load(folder, config, step, device, precision))
+
+
+def _load(
+    folder: RunFolder, config: Config, step: int | None, device: str | torch.device, precision: str | None
+) -> LoadedRun:
+    """:func:`load_run` with the run's settings."""
     checkpoint = checkpoints.find(folder.checkpoints, step)
     state = checkpoints.read_state(checkpoint)
     for key, was, now in differences(completed(state.config)["model"], config.model.model_dump(mode="json")):

@@ -1,6 +1,7 @@
 """``titans checkpoint``: list, verify, prune and merge a run's checkpoints."""
 
 import json
+import os
 from pathlib import Path
 
 from titans_pt.errors import UserError
@@ -18,7 +19,8 @@ def list_run(run: str):
             size = sum(file["bytes"] for file in files.values()) / 2**20
             grid = ", ".join(f"{key} {value}" for key, value in state.topology.items())
         except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-            print(f"{path}: incomplete or damaged ({error})")
+            if os.path.lexists(path):  # else the run has just deleted it
+                print(f"{path}: incomplete or damaged ({error})")
             continue
         print(f"{path}: step {state.step}, {state.samples} samples, {size:.1f} MiB, format {form}, {grid}")
 
@@ -33,6 +35,9 @@ def verify_run(run: str):
     damaged = 0
     for path in paths:
         problems = checkpoints.verify(path)
+        if not os.path.lexists(path):
+            print(f"{path}: deleted by its training")
+            continue
         damaged += bool(problems)
         print(f"{path}: {'; '.join(problems) or 'complete'}", flush=True)
     if damaged:

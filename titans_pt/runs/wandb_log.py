@@ -8,12 +8,17 @@ from typing import Any
 
 from titans_pt.config import Config, WandbConfig
 from titans_pt.runs.folder import RunFolder
+from titans_pt.tools.files import write_text
 
 INIT_TIMEOUT = 30.0
 """Seconds that a starting run tries to reach the server."""
+FINISH_TIMEOUT = 600.0
+"""Seconds that an ending run waits for W&B, which itself tries for hours; WANDB_FINISH_TIMEOUT replaces it."""
 _MODES = {"online": "online", "offline": "offline", "disabled": "disabled", "shared": "shared", "dryrun": "offline",
           "run": "online"}  # fmt: skip
 """Values of WANDB_MODE -> the current mode that each means."""
+_ID = "wandb-id.txt"
+"""File of a run's folder with the id of its W&B run."""
 log = logging.getLogger(__name__)
 
 
@@ -21,7 +26,8 @@ class WandbLog:
     """Sends metrics to W&B, online or to files in the run folder; after any failure it warns once and stops sending.
 
     If the server cannot be reached at the start, or refuses the login, it also warns and keeps the metrics in the run
-    folder for ``wandb sync``. The run's id is kept there, and a resumed run continues the same curves.
+    folder for ``wandb sync``. The run's id is kept there, and a resumed run continues the same curves. A copy of a run
+    folder gets an id of its own as long as the original is there.
 
     W&B drops records for a step that it already has. Steps that are repeated after a crash or with another setting are
     therefore logged after the earlier ones, and all charts are drawn over our own metric, "step".
@@ -42,25 +48,26 @@ class WandbLog:
         """
         self.id, self.begins = None, False
         self._run = None
+        self._kept = Path(_folder(folder)) / "wandb"
         self._offset: int | None = None
         if config.wandb.mode == "disabled":
             return
-        id_file = folder.path / "wandb-id.txt"
         try:
             mode = resolve_mode(config.wandb.mode)
             if mode == "disabled":
                 return
-            known = (id_file.read_text().strip() if id_file.is_file() else "") or run_id
-            self.id = os.environ.get("WANDB_RUN_ID") or (known if known and not branch else secrets.token_hex(4))
+            noted, place = _noted(folder.path)
+            known, anew = noted or run_id, branch or _is_copy(folder.path, noted, place)
+            self.id = os.environ.get("WANDB_RUN_ID") or (known if known and not anew else secrets.token_hex(4))
             self.begins = self.id != known
-            id_file.write_text(self.id + "\n")
+            write_text(folder.path / _ID, f"{self.id}\n{folder.path.resolve()}\n")
             try:
                 self._run = self._init(config, folder, mode)
             except Exception as error:
                 if mode == "offline":
                     raise
                 text = "W&B is not online (%s); metrics are kept for `wandb sync` in %s"
-                log.warning(text, _line(error), Path(_folder(folder)) / "wandb")
+                log.warning(text, _line(error), self._kept)
                 import wandb
 
                 wandb.teardown()  # W&B's service still holds the id
@@ -71,6 +78,7 @@ class WandbLog:
     def _init(self, config: Config, folder: RunFolder, mode: Any) -> Any:  # wandb refuses modes that it does not know
         import wandb
 
+        limit = {} if os.environ.get("WANDB_FINISH_TIMEOUT") else {"finish_timeout": FINISH_TIMEOUT}
         project, default = config.wandb.project, WandbConfig().project
         run = wandb.init(
             id=self.id,
@@ -81,7 +89,9 @@ class WandbLog:
             dir=_folder(folder),
             mode=mode,
             config=config.model_dump(mode="json"),
-            settings=wandb.Settings(silent=True, console="off", init_timeout=INIT_TIMEOUT),
+            settings=wandb.Settings(
+                silent=True, console="off", init_timeout=INIT_TIMEOUT, finish_timeout_raises=True, **limit
+            ),
         )
         run.define_metric("step", hidden=True)
         run.define_metric("*", step_metric="step")
@@ -116,6 +126,8 @@ class WandbLog:
             return
         try:
             self._run.finish()
+        except TimeoutError:
+            log.warning("W&B did not take the rest of the metrics in time; `wandb sync` sends them from %s", self._kept)
         except Exception as error:
             self._give_up(error)
 
@@ -147,6 +159,22 @@ def resolve_mode(mode: str) -> str:
     if chosen == "online" and not wandb.login(prompt=False, verify=False):
         return "offline"
     return chosen
+
+
+def _noted(folder: Path) -> tuple[str, str]:
+    """(id of the W&B run, the folder's path at that time) from _ID; earlier versions did not note the path."""
+    path = folder / _ID
+    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+    number, _, place = text.strip().partition("\n")
+    return number, place
+
+
+def _is_copy(folder: Path, number: str, place: str) -> bool:
+    """Whether ``place``, where _ID was written, is another folder than ``folder`` and still has the same id."""
+    try:
+        return bool(place) and not folder.samefile(place) and _noted(Path(place))[0] == number
+    except OSError:  # it is gone, or belongs to someone else
+        return False
 
 
 def _folder(folder: RunFolder) -> str:

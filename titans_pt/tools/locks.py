@@ -39,7 +39,8 @@ def take(descriptor: int, path: Path, without: str, shared: bool = False) -> boo
 
 
 def sign(file: TextIO):
-    """Writes into a locked file which process holds the lock, for the error message of another process."""
+    """Writes into a locked file which process holds the lock, for other processes to read, also on other nodes."""
     file.truncate(0)
     file.write(f"process {os.getpid()} on {platform.node()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}\n")
     file.flush()
+    os.fsync(file.fileno())  # NFS sends the text of an open file to its server half a minute later

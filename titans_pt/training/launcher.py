@@ -4,7 +4,8 @@ launch/torchrun.sh lists the environment variables that it reads. It differs fro
 
 - It does not restart a process that ended on purpose: after an error that the user has to fix (status 2), or after a
   requested stop (128 + the signal). torchrun would repeat both, ``max_restarts`` times.
-- After SIGTERM or SIGINT the processes have GRACE seconds for their last checkpoint; torchrun kills them after 30.
+- After a signal that asks for a stop (signals.py) the processes have GRACE seconds for their last checkpoint; torchrun
+  kills them after 30.
 - It exits with the status of the process that ended first, without a traceback.
 """
 
@@ -111,8 +112,9 @@ def options(environment: Mapping[str, str], program: Sequence[str] = ()) -> list
         raise UserError("TITANS_PROCESSES is not set, and this machine has no GPU; set it to the number of processes "
                         "per node")  # fmt: skip
     found = ["--nproc_per_node", str(processes), "--max_restarts", str(_number(environment, "RESTARTS", 3))]
-    if not hangs_up():  # torchrun's own handler would end the processes that nohup protects
-        found += ["--signals_to_handle", "SIGTERM,SIGINT,SIGQUIT"]
+    # Under nohup not SIGHUP: torchrun's own handler would end the processes that nohup protects.
+    heard = [each.name for each in (*STOPS, signal.SIGQUIT) if each != signal.SIGHUP or hangs_up()]
+    found += ["--signals_to_handle", ",".join(heard)]
     nodes = _number(environment, "NODES", 1)
     if nodes == 1:
         return [*found, "--nnodes", "1", "--standalone"]

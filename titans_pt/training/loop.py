@@ -46,6 +46,8 @@ from titans_pt.training.spikes import SpikeGuard
 from titans_pt.training.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
+SHARING = 30.0
+"""Seconds within which a file that rank 0 wrote to the run's folder must be visible on all nodes."""
 
 
 def train(config: Config) -> int:
@@ -71,11 +73,12 @@ def train(config: Config) -> int:
         data = task.open()
         _check_alike(data, config, ranks)
         ranks.on_first(lambda: stack.enter_context(folder.opened()) and None)
+        _check_shared(folder, ranks)
         ranks.on_first(lambda: _announce_epochs(config, data))
         stack.enter_context(watch.stacks_in(folder.stacks))
         trainer = Trainer(task, data, folder, ranks, signals, watch)
         stack.callback(trainer.close)
-        stack.callback(watch.end)  # before W&B sends the rest, which may take any time
+        stack.callback(watch.end)  # before W&B sends the rest, which may take minutes
         return trainer.run()
 
 
@@ -89,6 +92,25 @@ def _check_alike(data: TaskData, config: Config, ranks: Ranks):
         if identity != of_ranks[0][0]:
             raise UserError(f"data.dir: {config.data.dir} on {node} (rank {rank}) holds other data than on "
                             f"{of_ranks[0][1]} (rank 0); copy the same files to all nodes")  # fmt: skip
+
+
+def _check_shared(folder: RunFolder, ranks: Ranks):
+    """
+    Raises:
+        UserError: on all ranks: a rank sees another folder than rank 0, which has just locked it. Without this check
+            the run could not be resumed, and would wait forever for the shards of a checkpoint.
+    """
+    holder = ranks.on_first(folder.holder)
+
+    def check():
+        end = time.monotonic() + SHARING
+        while folder.holder() != holder:
+            if time.monotonic() > end:
+                raise UserError(f"run.dir: {folder.path.absolute()} on {platform.node()} (rank {ranks.rank}) is not "
+                                "the folder of rank 0; name one on a file system that all nodes share")  # fmt: skip
+            time.sleep(0.5)
+
+    ranks.together(check)
 
 
 @dataclass

@@ -69,20 +69,20 @@ def find_start(task: Task, folder: RunFolder, identity: dict[str, str]) -> Start
     if path is None:
         return _fresh(task, identity)
     state = checkpoints.read_state(path)
-    config = as_begun(task.config, state.config)
-    check_resumable(path, state, task, config, identity)
+    config, old = as_begun(task.config, state.config), completed(state.config)
+    check_resumable(path, state, old, task, config, identity)
     _check_end(path, state, config, folder)
     later = any(checkpoints.step_of(each) > state.step for each in found)
-    revalidate = not _same_validation(state, config)
+    revalidate = not _same_validation(old, config)
     if config.train.patience and state.best and (why := _without_best(state, folder, revalidate)):
         log.warning("train.patience: %s; it counts from step %d on", why, state.step)
         state = replace(state, best={})
     return Start(config, path, state, branch=isinstance(resume, int) and later, revalidate=revalidate)
 
 
-def _same_validation(state: TrainerState, config: Config) -> bool:
-    """Whether validation losses up to the checkpoint are comparable with later ones."""
-    old, new = completed(state.config), config.model_dump(mode="json")
+def _same_validation(old: dict, config: Config) -> bool:
+    """Whether validation losses under the ``old`` settings are comparable with later ones."""
+    new = config.model_dump(mode="json")
     settings = (("train", "eval_samples"), ("data", "reset_at_documents"))
     return all(old[section].get(key) == new[section][key] for section, key in settings)
 
@@ -158,18 +158,23 @@ def _same_command(path: Path, config: Config) -> bool:
     return completed(checkpoints.read_state(path).config).get("train") == config.model_dump(mode="json")["train"]
 
 
-def check_resumable(path: Path, state: TrainerState, task: Task, config: Config, identity: dict[str, str]):
+def check_resumable(
+    path: Path, state: TrainerState, old: dict, task: Task, config: Config, identity: dict[str, str]
+):  # fmt: skip
     """Refuses changed settings that the run cannot continue with; logs all other changes.
 
     The position in the data is a number of samples. Their order depends on run.seed, data.seq_len and the data, which
     must not change. The batch, number of ranks, ZeRO stage and precision may change: the run continues at the same
     sample.
 
+    Args:
+        old: the checkpoint's settings, completed.
+
     Raises:
         UserError: names the key, both values and the remedy.
     """
     remedy = "put it back, or set another run.dir to start from scratch"
-    old, new = completed(state.config), config.model_dump(mode="json")
+    new = config.model_dump(mode="json")
     if old.get("task", task.name) != task.name:
         raise UserError(f"task: given {task.name!r}, but {path} was trained for {old['task']!r}; {remedy}")
     for key, was, now in differences(old["model"], new["model"]):

@@ -168,16 +168,17 @@ class Saver:
             Diverged: always.
         """
         self.wait()
-        step, in_a_row = self.state().step, self.state().nonfinite_in_a_row
-        train, end = self.config.train, step - in_a_row
+        state, train = self.state(), self.config.train
+        step, in_a_row = state.step, state.nonfinite_in_a_row
+        end = step - in_a_row
         early = in_a_row < train.max_nonfinite and end > 0
-        steps = self.ranks.on_first(lambda: checkpoints.steps_of(self.folder.checkpoints))
-        newest = self.ranks.on_first(lambda: checkpoints.list_checkpoints(self.folder.checkpoints)[-1:])
-        again = (f"continue from a healthy checkpoint: train.resume={checkpoints.step_of(newest[0])} or an earlier one"
-                 if newest else "run the command again, which then starts from scratch")  # fmt: skip
+        there = self.ranks.on_first(lambda: checkpoints.list_checkpoints(self.folder.checkpoints))
+        saved = [checkpoints.step_of(path) for path in there]
+        again = (f"continue from a healthy checkpoint: train.resume={saved[-1]} or an earlier one"
+                 if saved else "run the command again, which then starts from scratch")  # fmt: skip
         why = (
             f"train.max_nonfinite: the last {in_a_row} steps (to {step}) had a loss or gradient that is not finite; "
-            f"nothing was saved since, steps with a checkpoint: {steps}. "
+            f"nothing was saved since, steps with a checkpoint: {', '.join(map(str, saved)) or 'none'}. "
             + (f"train.stop_at={end} ends with a checkpoint before them. Otherwise lower " if early else "Lower ")
             + f"train.lr={train.lr:g}, "
             + ("" if train.precision == "fp32" else "set train.precision=fp32, ")

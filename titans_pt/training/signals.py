@@ -1,6 +1,7 @@
 """Stop requests: a run writes a checkpoint before it ends.
 
-Requests are SIGTERM (preemption), Ctrl-C, and SIGHUP (the terminal closes).
+Requests are SIGTERM (preemption), Ctrl-C, SIGHUP (the terminal closes), and SIGUSR1, which clusters send when a job's
+time is nearly up (SLURM's --signal, Grid Engine's -notify).
 """
 
 import contextlib
@@ -11,7 +12,7 @@ import sys
 
 from titans_pt.tools.processes import place
 
-STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 """Signals after which a run ends with a checkpoint and the status 128 + the signal."""
 _PR_SET_PDEATHSIG = 1
 """Operation of prctl(2), from <linux/prctl.h>."""
@@ -37,7 +38,7 @@ def stop_with_launcher():
 
 
 class StopSignals:
-    """Counts SIGTERM, SIGINT and SIGHUP while active: ``with StopSignals() as signals``.
+    """Counts the signals of STOPS while active: ``with StopSignals() as signals``.
 
     The old handlers are restored at the end. Under nohup SIGHUP stays ignored: the run outlives its terminal.
 

@@ -96,7 +96,8 @@ def find_weights(given: str) -> Weights:
         if checkpoints.is_checkpoint(path):
             return _of_checkpoint(checkpoints.find(path.parent, checkpoints.step_of(path)))
         if RunFolder(path).config.is_file():
-            return _of_checkpoint(checkpoints.find(RunFolder(path).checkpoints))
+            folder = RunFolder(path).checkpoints
+            return checkpoints.undisturbed(folder, lambda: _of_checkpoint(checkpoints.find(folder)))
         if (path / "config.json").is_file():
             return _of_export(path)
     except UserError as error:

@@ -236,6 +236,62 @@ def test_prune_keeps_every_so_manieth_for_good(tmp_path):
     assert [checkpoints.step_of(path) for path in gone] == [1, 2, 4, 5]
 
 
+def test_incomplete_checkpoints_do_not_count_among_the_newest_that_prune_keeps(tmp_path):
+    for step in (1, 2, 3, 4, 5):
+        save(tmp_path, step)
+    truncate(tmp_path / "step-00000003/optimizer.safetensors")
+    (tmp_path / "step-00000004/manifest.json").unlink()  # a deletion by hand, cut short
+    checkpoints.prune(tmp_path, 2)
+    assert [checkpoints.step_of(path) for path in checkpoints.list_checkpoints(tmp_path)] == [2, 3, 4, 5]
+    checkpoints.prune(tmp_path, 1)
+    assert names(tmp_path) == ["step-00000005"]
+    truncate(tmp_path / "step-00000005/model.safetensors")
+    assert checkpoints.outdated(tmp_path, 1) == []
+
+
+def test_checkpoints_on_a_disk_that_is_not_mounted_are_not_the_same_as_none(tmp_path):
+    (tmp_path / "checkpoints").symlink_to(tmp_path / "scratch")
+    with pytest.raises(UserError, match=f"a link to {tmp_path}/scratch, which does not exist here; bring it back"):
+        checkpoints.newest_complete(tmp_path / "checkpoints")
+    (tmp_path / "scratch").mkdir()
+    assert checkpoints.newest_complete(tmp_path / "checkpoints") is None
+
+
+def test_a_training_that_deletes_what_another_process_reads(tmp_path, monkeypatch, caplog):
+    """Not an older checkpoint that is kept for good takes its place, but a newer one."""
+    save(tmp_path, 10)
+    read, write, hidden = checkpoints.verify, save, tmp_path / ".old"
+    save(tmp_path, 11)
+
+    def verify(path):
+        if path.name == "step-00000011":  # meanwhile the training writes step 12 and deletes step 11
+            write(tmp_path, 12)
+            os.replace(path, hidden)
+        return read(path)
+
+    monkeypatch.setattr(checkpoints, "verify", verify)
+    assert checkpoints.newest_complete(tmp_path).name == "step-00000012"
+    assert not caplog.text
+
+
+def test_a_checkpoint_that_vanishes_while_it_is_read_is_looked_for_again(tmp_path):
+    save(tmp_path, 1)
+    calls = []
+
+    def weights():
+        path = checkpoints.find(tmp_path)
+        calls.append(path.name)
+        if len(calls) == 1:
+            save(tmp_path, 2)
+            checkpoints.prune(tmp_path, 1)
+        return checkpoints.read_weights(path)
+
+    assert checkpoints.undisturbed(tmp_path, weights).keys() == WEIGHTS.keys()
+    assert calls == ["step-00000001", "step-00000002"]
+    with pytest.raises(UserError, match="no such checkpoint; existing steps: 2"):
+        checkpoints.undisturbed(tmp_path, lambda: checkpoints.find(tmp_path, 1))
+
+
 def test_the_hash_is_that_of_the_content(tmp_path):
     a, b = save(tmp_path / "a"), save(tmp_path / "b")
     assert checkpoints.checkpoint_hash(a) == checkpoints.checkpoint_hash(b)

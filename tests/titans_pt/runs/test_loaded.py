@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 
 import pytest
 import torch
@@ -50,6 +51,22 @@ def test_what_is_written_can_be_read_back(run):
     config = load_config(folder.config)
     assert folder.config.read_text().startswith(f"# sha256 of the settings: {config_hash(config)}\n")
     assert {"titans_pt", "python", "torch", "deepspeed"} <= json.loads(folder.versions.read_text()).keys()
+
+
+def test_a_run_that_trains_can_be_loaded(run, monkeypatch):
+    """The training deletes a checkpoint between its verification and the reading of its weights."""
+    folder, weights = run
+    read, first = checkpoints.read_weights, folder.checkpoints / "step-00000003"
+
+    def read_weights(path):
+        if path == first:
+            checkpoints.save(folder.checkpoints, weights, {}, replace(checkpoints.read_state(path), step=4))
+            checkpoints.prune(folder.checkpoints, 1)
+        return read(path)
+
+    monkeypatch.setattr(checkpoints, "read_weights", read_weights)
+    assert load_run(folder.path).step == 4
+    assert not first.exists()
 
 
 def test_the_settings_are_written_whole_or_not_at_all(run, tiny, monkeypatch):

@@ -1,5 +1,6 @@
 import errno
 import os
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -35,6 +36,22 @@ def test_verify(run, capsys):
     assert [line.rpartition(": ")[2] for line in out.splitlines()[:4]] == ["complete"] * 4
     assert "step-00000006: model.safetensors: " in out
     assert "1 of 4 checkpoints are damaged" in err
+
+
+def test_what_the_training_deletes_meanwhile_is_not_damaged(run, monkeypatch, capsys):
+    read, found = checkpoints.verify, checkpoints.list_checkpoints
+
+    def verify(path):
+        shutil.rmtree(run / "checkpoints/step-00000004", ignore_errors=True)
+        return read(path)
+
+    monkeypatch.setattr(checkpoints, "verify", verify)
+    assert cli.run(["checkpoint", "verify", str(run)]) == 0
+    assert "step-00000004: deleted by its training" in capsys.readouterr().out
+    stale = found(run / "checkpoints") + [run / "checkpoints/step-00000001"]
+    monkeypatch.setattr(checkpoints, "list_checkpoints", lambda folder: stale)
+    assert cli.run(["checkpoint", "list", str(run)]) == 0
+    assert "step-00000001" not in capsys.readouterr().out
 
 
 def test_prune(run, capsys):

@@ -1,6 +1,7 @@
 import builtins
 import contextlib
 import os
+import shutil
 import socket
 import time
 from pathlib import Path
@@ -11,7 +12,7 @@ import wandb
 from titans_pt.config import Config
 from titans_pt.config.files import load_config
 from titans_pt.runs.folder import RunFolder
-from titans_pt.runs.wandb_log import WandbLog, resolve_mode
+from titans_pt.runs.wandb_log import FINISH_TIMEOUT, WandbLog, resolve_mode
 from titans_pt.training import loop
 
 
@@ -223,6 +224,23 @@ def test_a_branch_is_another_run_that_its_restarts_continue(tmp_path, server):
     assert curve(runs[branch.id]) == [(2, 2.5), (3, 3.5)]
 
 
+def test_a_copy_of_a_run_folder_is_another_run_and_a_moved_one_is_not(tmp_path, server):
+    runs, _ = server
+    original, copy, moved = (RunFolder(tmp_path / name) for name in ("a", "copy", "moved"))
+    original.path.mkdir()
+    first = steps(original, {1: 1.0, 2: 2.0})
+    shutil.copytree(original.path, copy.path)
+    (tmp_path / "alias").symlink_to(original.path)
+    assert steps(RunFolder(tmp_path / "alias"), {3: 3.0}).id == first.id
+    second = steps(copy, {3: 9.0})
+    assert second.begins and second.id != first.id
+    assert steps(copy, {4: 9.0}).id == second.id
+    original.path.rename(moved.path)
+    third = steps(moved, {4: 4.0})
+    assert third.id == first.id and not third.begins
+    assert curve(runs[first.id]) == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 4.0)]
+
+
 def test_the_environment_goes_before_our_defaults(monkeypatch, tmp_path, server):
     _, asked = server
     folder = RunFolder(tmp_path / "run")
@@ -267,6 +285,34 @@ def test_an_artifact_that_fails_is_one_warning(offline, tmp_path, caplog):
     for _ in range(2):
         log.send("checkpoint", "model", tmp_path / "missing")
     assert len([r for r in caplog.records if "W&B is off" in r.getMessage()]) == 1
+
+
+@pytest.mark.parametrize("given", [{}, {"WANDB_FINISH_TIMEOUT": "5"}])
+def test_a_network_that_dies_does_not_keep_a_run_from_ending(monkeypatch, tmp_path, caplog, given):
+    """All ranks wait for rank 0, and W&B tries for hours."""
+    settings = []
+
+    class Run:
+        def define_metric(self, *_, **__): ...
+
+        def finish(self):
+            raise TimeoutError("Timed out finishing run.")
+
+    def init(**named):
+        settings.append(named["settings"])
+        return Run()
+
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(wandb, "init", init)
+    folder = RunFolder(tmp_path)
+    WandbLog(Config.model_validate({"wandb": {"mode": "offline"}}), folder, None).close()
+    resolved = wandb.Settings()
+    resolved.update_from_env_vars(os.environ)
+    resolved.update_from_settings(settings[0])
+    assert (resolved.finish_timeout, resolved.finish_timeout_raises) == (5.0 if given else FINISH_TIMEOUT, True)
+    (warning,) = caplog.messages
+    assert warning.endswith(f"`wandb sync` sends them from {folder.wandb}")
 
 
 def test_results_of_a_trainings_evaluations_go_to_its_own_run(tiny, ranks, monkeypatch):

@@ -27,6 +27,7 @@ asked = []
 signal.alarm(300)  # whatever becomes of the test
 signal.signal(signal.SIGINT, lambda *_: asked.append(1))
 signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
+signal.signal(signal.SIGUSR1, lambda *_: asked.append(1))
 (folder / "started").touch()
 while not asked:
     time.sleep(0.02)
@@ -101,6 +102,17 @@ def test_a_stop_waits_for_a_slow_disk_as_long_as_the_grace(start, tmp_path, grac
 
 
 @pytest.mark.thorough
+def test_a_cluster_that_warns_with_sigusr1_gets_a_checkpoint(start, tmp_path):
+    process = start(SAVES, "0.5")
+    wait_for(tmp_path / "started")
+    process.send_signal(signal.SIGUSR1)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 128 + signal.SIGUSR1
+    assert (tmp_path / "saved").exists()
+    assert "Traceback" not in err
+
+
+@pytest.mark.thorough
 def test_a_second_interrupt_reaches_the_processes(start, tmp_path):
     process = start(SAVES, "60")
     wait_for(tmp_path / "started")
@@ -139,12 +151,13 @@ def test_a_signal_for_stacks_reaches_the_processes_and_ends_none(start, tmp_path
 def test_options(monkeypatch):
     monkeypatch.setattr(launcher, "hangs_up", lambda: True)
     found = " ".join(launcher.options({"PROCESSES": "4", "RESTARTS": "1"}))
-    assert found == "--nproc_per_node 4 --max_restarts 1 --nnodes 1 --standalone"
+    heard = "--signals_to_handle SIGTERM,SIGINT,SIGHUP,SIGUSR1,SIGQUIT"
+    assert found == f"--nproc_per_node 4 --max_restarts 1 {heard} --nnodes 1 --standalone"
     several = {"PROCESSES": "8", "NODES": "2", "MASTER": "n1:29500", "JOB": "7", "HOST": "0", "ADDRESS": "10.0.0.2"}
     found = " ".join(launcher.options(several))
     assert found == (
-        "--nproc_per_node 8 --max_restarts 3 --nnodes 2 --rdzv_backend c10d --rdzv_id 7 --rdzv_endpoint n1:29500 "
-        "--rdzv_conf is_host=0 --local_addr 10.0.0.2"
+        f"--nproc_per_node 8 --max_restarts 3 {heard} --nnodes 2 --rdzv_backend c10d --rdzv_id 7 "
+        "--rdzv_endpoint n1:29500 --rdzv_conf is_host=0 --local_addr 10.0.0.2"
     )
     ours = {f"TITANS_{name}": value for name, value in several.items()}
     assert " ".join(launcher.options(dict.fromkeys(several, "another program's") | ours)) == found
@@ -171,7 +184,7 @@ def test_nohup_is_respected():
         found = launcher.options({"PROCESSES": "1"})
     finally:
         signal.signal(signal.SIGHUP, before)
-    assert found[found.index("--signals_to_handle") + 1] == "SIGTERM,SIGINT,SIGQUIT"
+    assert found[found.index("--signals_to_handle") + 1] == "SIGTERM,SIGINT,SIGUSR1,SIGQUIT"
 
 
 @pytest.mark.parametrize(("listens", "message"), [

@@ -8,6 +8,7 @@ from torch.distributed import DistNetworkError
 
 from titans_pt.config import Config
 from titans_pt.errors import UserError
+from titans_pt.runs.folder import RunFolder
 from titans_pt.training import loop
 from titans_pt.training.ranks import process_group
 
@@ -83,3 +84,14 @@ def test_ranks_with_other_data_are_refused_by_name(monkeypatch):
         loop._check_alike(data, config, ranks)
     told.pop()
     loop._check_alike(data, config, ranks)
+
+
+def test_a_run_folder_that_is_not_shared_is_refused_at_the_start(tmp_path, monkeypatch):
+    """Without this, training on nodes with disks of their own failed at its first resume."""
+    own, of_rank_0 = RunFolder(tmp_path / "a"), RunFolder(tmp_path / "b")
+    ranks = SimpleNamespace(rank=1, on_first=lambda action: of_rank_0.holder(), together=lambda action: action())
+    monkeypatch.setattr(loop, "SHARING", 0.0)
+    with of_rank_0.lock():
+        with pytest.raises(UserError, match=rf"run.dir: {own.path} on .* \(rank 1\) is not the folder of rank 0"):
+            loop._check_shared(own, ranks)
+        loop._check_shared(of_rank_0, ranks)
