@@ -245,8 +245,11 @@ def import_modules(names: Iterable[str]):
     """
     for name in names:
         if "/" in name or name.startswith(".") or name.endswith(".py"):
-            raise UserError(f"run.imports: given {name!r}, a file; name the module, such as "
-                            f"{PurePath(name).name.removesuffix('.py')}, and start in the folder that holds it")  # fmt: skip
+            module = PurePath(name).name.removesuffix(".py")
+            raise UserError(
+                f"run.imports: given {name!r}, a file; name the module, such as {module}, and start in the folder that "
+                "holds it"
+            )
         if (here := os.getcwd()) not in sys.path:
             sys.path.append(here)  # an installed program does not search the working directory by itself
         try:

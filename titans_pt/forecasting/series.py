@@ -120,9 +120,9 @@ def columns_of(
 
 
 def _date_parts(header: list[str], rows: list[list[str]], given: str | None) -> list[str]:
-    """Names of the columns that are one date together: a year, a month and smaller parts, or a date and its time of day;
-    [] if there are none, or another column holds whole dates. given: the date's column or format, if the user named
-    one; there are no parts then."""
+    """Names of the columns that are one date together: a year, a month and smaller parts, or a date and its time of
+    day; [] if there are none, or another column holds whole dates. given: the date's column or format, if the user
+    named one; there are no parts then."""
     named = {name.lower(): name for name in header}
     if given:
         return []
