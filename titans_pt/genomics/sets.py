@@ -172,12 +172,14 @@ def _rows(path: Path, columns: tuple[str, ...]) -> Iterator[tuple[str, list[str]
         text = io.StringIO(data.decode("utf-8-sig"), newline="")  # line ends of any system
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise UserError(f"{path}: unreadable ({' '.join(str(error).split())}); replace it") from None
-    csv.field_size_limit(_LONGEST)
+    usual = csv.field_size_limit(_LONGEST)
     rows = csv.reader(text, strict=True)
     try:
         yield from _fields(path, rows, columns)
     except csv.Error as error:
         raise UserError(f"{path}:{rows.line_num}: {error}; repair the line") from None
+    finally:
+        csv.field_size_limit(usual)  # it is the whole process's
 
 
 def _fields(path: Path, rows: Any, columns: tuple[str, ...]) -> Iterator[tuple[str, list[str]]]:
