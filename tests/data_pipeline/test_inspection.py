@@ -139,6 +139,22 @@ def test_commands(config, tmp_path, capsys):
         assert capsys.readouterr().err.startswith("titans: error: ")
 
 
+def test_a_language_task_of_ones_own(config, tmp_path, capsys, monkeypatch):
+    import yaml
+
+    (tmp_path / "own_language.py").write_text(
+        "from titans_pt.tasks.base import TASKS\nfrom titans_pt.tasks.language import Language\n\n"
+        "@TASKS.register\nclass Own(Language):\n    name = 'own_language'\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(config().model_dump(mode="json")))
+    assert cli.run(["prepare", str(path), "--workers", "1"]) == 0
+    words = ["run.imports=[own_language]", "task=own_language"]
+    assert cli.run(["data", "inspect", str(path), *words]) == 0
+    assert "tokens" in capsys.readouterr().out
+
+
 def test_a_task_without_token_files_is_told(capsys):
     assert cli.run(["data", "inspect", "recall"]) == 2
     assert "task: given 'recall', which reads no token files; inspect those of task=language" in capsys.readouterr().err

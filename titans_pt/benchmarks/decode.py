@@ -54,8 +54,9 @@ def benchmark_decode(
         UserError: an unknown mixer, or a wrong setting.
     """
     chosen = any(word.startswith("model.mixers=") for word in overrides)
+    given = load_config(config, overrides)  # it also imports the user's own mixers
     if models is None:
-        models = ["+".join(load_config(config, overrides).model.mixers)] if chosen else ATTENTION_AND_TITANS
+        models = ["+".join(given.model.mixers)] if chosen else ATTENTION_AND_TITANS
     # Each model gets its own section of the file.
     configs = {model: load_config(config, [*overrides, f"model.mixers=[{','.join(mixers_of(model))}]"])
                for model in models}  # fmt: skip

@@ -21,11 +21,13 @@ def inspect(config, documents: int, verify: bool, sample: int | None, step: int 
     """Show documents, tokens, lengths, and the content of samples."""
     if sample is not None and step is not None:
         raise click.UsageError("--sample and --step exclude each other; leave one out.")
+    from titans_pt.config.checks import import_modules
     from titans_pt.data_pipeline.inspection import inspect_data
     from titans_pt.errors import UserError
     from titans_pt.tasks import TASKS
     from titans_pt.tasks.language import Language
 
+    import_modules(config.run.imports)
     if not issubclass(TASKS.find(config.task), Language):
         raise UserError(f"task: given {config.task!r}, which reads no token files; inspect those of task=language")
 

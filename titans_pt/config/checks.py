@@ -6,6 +6,7 @@ import os
 import re
 import sys
 from collections.abc import Iterable
+from pathlib import PurePath
 from typing import Any
 
 from pydantic import ValidationError
@@ -243,6 +244,12 @@ def import_modules(names: Iterable[str]):
         UserError: a module cannot be imported.
     """
     for name in names:
+        if "/" in name or name.startswith(".") or name.endswith(".py"):
+            module = PurePath(name).name.removesuffix(".py")
+            raise UserError(
+                f"run.imports: given {name!r}, a file; name the module, such as {module}, and start in the folder that "
+                "holds it"
+            )
         if (here := os.getcwd()) not in sys.path:
             sys.path.append(here)  # an installed program does not search the working directory by itself
         try:

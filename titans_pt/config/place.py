@@ -11,7 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from titans_pt.config.tree import Config
+from pydantic import ValidationError
+
+from titans_pt.config.checks import import_modules
+from titans_pt.config.tree import Config, RunConfig
 from titans_pt.config.values import mapped
 from titans_pt.errors import UserError
 
@@ -60,8 +63,10 @@ def _of_tasks(tree: dict[str, Any]) -> Iterator[tuple[str, type]]:
         return
     from titans_pt.tasks import TASKS  # not at the top: it imports torch
 
+    with contextlib.suppress(UserError, ValidationError):  # wrong settings are reported when they are checked
+        import_modules(RunConfig.model_validate(tree.get("run", {})).imports)
     for name in names:
-        with contextlib.suppress(UserError):  # a user's own task, whose module is not imported yet
+        with contextlib.suppress(UserError):
             yield name, TASKS.find(name).Settings
 
 

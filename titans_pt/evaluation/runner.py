@@ -74,7 +74,7 @@ def evaluate(
                 f"override {override!r}: only evaluation.KEY=VALUE and data.dir=FOLDER can be set here; "
                 "the rest is the run's"
             )
-    if out is None:
+    if out is None and Path(run_dir).is_dir():  # load_run refuses all else
         check_room(Path(run_dir) / "evaluation", "RUN; give --out DIR, a folder that gets the results", folder=True)
     mine = place()
     rank, world = mine.rank, mine.size

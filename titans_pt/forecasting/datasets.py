@@ -6,6 +6,7 @@ import lzma
 import pickle
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -81,7 +82,7 @@ def load(
         gaps = "ignore"  # the usual way to read benchmarks: Weather lacks some rows
     found = read_csv(path, missing, gaps, columns, date_column, date_format)
     own = path.name if found.name in (*FILES, *PACKAGED) else found.name
-    return Series(name or own, found.columns, found.values, found.dates, found.notes)
+    return replace(found, name=name or own)
 
 
 def _benchmark(path: Path, *read: Any) -> str | None:
@@ -117,7 +118,7 @@ def _chosen(series: Series, columns: Sequence[str] | None) -> Series:
         if name not in series.columns:
             raise UserError(f"forecast.columns: given {name!r}; {series.name} has {', '.join(series.columns)}")
     places = [series.columns.index(name) for name in columns]
-    return Series(series.name, list(columns), series.values[:, places], series.dates, series.notes)
+    return replace(series, columns=list(columns), values=series.values[:, places])
 
 
 def _packaged(name: str) -> Series:
@@ -136,7 +137,7 @@ def _packaged(name: str) -> Series:
         with path.open(encoding="utf-8") as file:
             columns = [cell for cell in file.readline().strip().split(";") if cell.endswith("_pload")]
     found = read_csv(path, gaps="ignore", columns=columns)  # local time, with two clock changes
-    return Series(name, found.columns, found.values, found.dates, [PACKAGED[name], *found.notes])
+    return replace(found, name=name, notes=[PACKAGED[name], *found.notes])
 
 
 class _Tables(pickle.Unpickler):

@@ -5,7 +5,7 @@ import io
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime, timedelta, tzinfo
 from itertools import accumulate, islice, pairwise
 from pathlib import Path
 
@@ -20,11 +20,13 @@ _DAYS = ("%d.%m.%Y", "%Y/%m/%d", "%m/%d/%Y", "%d/%m/%Y", "%d-%m-%Y", "%m-%d-%Y",
 _TIMES = ("", " %H:%M:%S", " %H:%M", " %I:%M:%S %p", " %I:%M %p")
 _COMPACT = {"%Y%m%d%H": 10, "%Y%m%d%H%M": 12, "%Y%m%d%H%M%S": 14}
 """Formats without separators, and their numbers of digits."""
+_QUARTERS = "quarters"
+"""1950Q1, 1950-Q1 or 1950 Q1: the quarter's first day."""
 _UNIX = {"seconds": 1.0, "milliseconds": 1e3, "microseconds": 1e6, "nanoseconds": 1e9}
 """Units of time since 1970."""
 FORMATS = (
     *(day + time for day in _DAYS for time in _TIMES), *(f"%Y-%m-%d{time}" for time in _TIMES[3:]), "%Y-%m", "%Y",
-    *_COMPACT, *_UNIX,
+    *_COMPACT, _QUARTERS, *_UNIX,
 )  # fmt: skip
 """Date formats that are tried after ISO 8601, each on the whole column."""
 COUNTED = ("date", "datetime", "time", "timestamp", "ds")
@@ -33,6 +35,8 @@ _CERTAIN = ("date", "datetime", "timestamp", "ds")
 """Names of columns that are no channels, whatever they hold."""
 _PARTS = {"year": "1970", "month": "01", "day": "01", "hour": "00", "minute": "00", "second": "00"}
 """Columns that are one date together, each with its first value."""
+_CLOCK = ("hour", "minute", "second")
+"""Columns that are one time of day together, beside a date."""
 LARGEST = 1e100
 """Largest absolute value of a number in a cell: squares and sums stay finite."""
 MISSING = ("", "nan", "na", "n/a", "null", "none")
@@ -43,6 +47,7 @@ class Series:
     """A time series. values: (rows, channels) float64, complete. dates: one per row; None if the file has none.
 
     notes: remarks on the reading for the user, one line each.
+    zone: distance of the dates to UTC; None if the file has none.
     """
 
     name: str
@@ -50,6 +55,7 @@ class Series:
     values: np.ndarray
     dates: list[datetime] | None = None
     notes: list[str] = field(default_factory=list)
+    zone: tzinfo | None = None
 
     @property
     def spacing(self) -> str | None:
@@ -62,7 +68,7 @@ class Series:
         if not self.dates:
             return [str(rows + i) for i in range(count)]
         step = usual_step(self.dates)
-        return [str(step.later(self.dates[-1], i + 1)) for i in range(count)]
+        return [str(step.later(self.dates[-1], i + 1).replace(tzinfo=self.zone)) for i in range(count)]
 
 
 def read_csv(
@@ -89,15 +95,15 @@ def read_csv(
     place, chosen, notes = _columns(path, header, rows, columns, date_column, date_format, trained_by)
     if parts:
         notes.append(f"the columns {', '.join(parts)} were read as one date")
-    dates = None
+    dates, zone = None, None
     if place is not None:
-        dates = _dates(path, [row[place] for row in rows], lines, date_format, notes)
+        dates, zone = _dates(path, [row[place] for row in rows], lines, date_format, notes)
     values = _numbers(path, [header.index(name) for name in chosen], header, lines, rows, fixed=bool(trained_by))
     if dates:
         _check_order(path, dates, lines, gaps == "ignore")
         values, dates = _regular(path, values, dates, lines, gaps, notes)
     return Series(path.stem, chosen, _complete(path, values, chosen, missing, gaps, notes, bool(trained_by)), dates,
-                  notes)  # fmt: skip
+                  notes, zone)  # fmt: skip
 
 
 def columns_of(
@@ -114,13 +120,24 @@ def columns_of(
 
 
 def _date_parts(header: list[str], rows: list[list[str]], given: str | None) -> list[str]:
-    """Names of the columns that hold the parts of a date, the year first; [] unless there are a year and a month, and
-    no column with a whole date. given: the date's column or format, if the user named one; there are no parts then."""
+    """Names of the columns that are one date together: a year, a month and smaller parts, or a date and its time of
+    day; [] if there are none, or another column holds whole dates. given: the date's column or format, if the user
+    named one; there are no parts then."""
     named = {name.lower(): name for name in header}
-    found = [named[part] for part in _PARTS if part in named]
-    if given or not {"year", "month"} <= set(named) or set(_CERTAIN) & set(named):
+    if given:
         return []
-    return found if _parsed(_joined(header, rows[:1], found, ())[1][0][0], None) else []
+    if "date" in named:
+        clock = [part for part in (("time",) if "time" in named else _CLOCK) if part in named]
+        days = [row[header.index(named["date"])] for row in rows]
+        if not clock or (clock[0] == _CLOCK[0] and len(set(days)) == len(days)):  # one row a day: hours are a channel
+            return []
+        found = [named["date"], *(named[part] for part in clock)]
+    elif {"year", "month"} <= set(named) and not set(_CERTAIN) & set(named):
+        found = [named[part] for part in _PARTS if part in named]
+    else:
+        return []
+    first = _joined(header, rows[:1], found, ())[1][0][0]
+    return found if any(_parsed(first, form) for form in (None, *FORMATS)) else []
 
 
 def _joined(
@@ -133,9 +150,10 @@ def _joined(
     kept = [i for i, name in enumerate(header) if name not in parts or name in columns]
 
     def date(row: list[str]) -> str:
-        """The date in ISO 8601; a part without a column is its first."""
-        cells = [row[places[part]].zfill(2) if part in places else first for part, first in _PARTS.items()]
-        return f"{'-'.join(cells[:3])} {':'.join(cells[3:])}"
+        """The day and the time of day; a part without a column is its first."""
+        cells = {part: row[places[part]].zfill(2) if part in places else first for part, first in _PARTS.items()}
+        day = row[places["date"]] if "date" in places else "-".join(cells[part] for part in ("year", "month", "day"))
+        return f"{day} " + (row[places["time"]] if "time" in places else ":".join(cells[part] for part in _CLOCK))
 
     return ["date", *(header[i] for i in kept)], [[date(row), *(row[i] for i in kept)] for row in rows]
 
@@ -256,13 +274,16 @@ def _date_place(
 
 
 def _parsed(cell: str, form: str | None) -> datetime | None:
-    """The date in a cell, or None. form: strptime's notation or a key of _UNIX; None: ISO 8601."""
+    """The date in a cell, or None. form: strptime's notation, _QUARTERS or a key of _UNIX; None: ISO 8601."""
     try:
         if form is None:
             return datetime.fromisoformat(cell)
         if form in _UNIX:
             seconds = float(cell) / _UNIX[form]
             return datetime(1970, 1, 1) + timedelta(seconds=seconds) if 1e8 <= seconds < 1e10 else None
+        if form == _QUARTERS:
+            found = re.fullmatch("([0-9]{4})[- ]?[Qq]([1-4])", cell)
+            return datetime(int(found[1]), 3 * int(found[2]) - 2, 1) if found else None
         if form in _COMPACT and (len(cell) != _COMPACT[form] or not "1900" <= cell < "2200"):
             return None
         return datetime.strptime(cell, form)
@@ -270,7 +291,10 @@ def _parsed(cell: str, form: str | None) -> datetime | None:
         return None
 
 
-def _dates(path: Path, cells: list[str], lines: list[int], given: str | None, notes: list[str]) -> list[datetime]:
+def _dates(
+    path: Path, cells: list[str], lines: list[int], given: str | None, notes: list[str]
+) -> tuple[list[datetime], tzinfo | None]:  # fmt: skip
+    """The dates without their zone, in ascending order if one reading has it; and the zone."""
     best: tuple[int, list[datetime]] = (-1, [])
     found: list[tuple[str | None, list[datetime]]] = []
     for form in (given,) if given else (None, *FORMATS):
@@ -288,15 +312,18 @@ def _dates(path: Path, cells: list[str], lines: list[int], given: str | None, no
             "mend it, or set forecast.date_format (such as '%d.%m.%Y %H:%M')"
         )  # fmt: skip
         raise UserError(f"{path}: line {lines[at]}: {cells[at]!r} is not a date like the others; {remedy}")
-    # 03/04/2020 may be March or April: the reading whose rows ascend is right.
+    # 03/04/2020 may be March or April: the reading whose rows ascend, at the most equal steps, is right.
     ascending = [(form, dates) for form, dates in found if _ascend(_without_zone(dates))]
+    if len(ascending) > 1:
+        ascending.sort(key=lambda reading: _uneven(_without_zone(reading[1])))
     form, dates = (ascending or found)[0]
     others = [other for other, _ in ascending if other not in (form, *_UNIX)]
     if others and form is not None:
         notes.append(f"dates were read as {form}, and could be {others[0]}: forecast.date_format decides")
     if len({date.utcoffset() for date in dates}) > 1:
         notes.append("the dates' distance to UTC varies: they were converted to UTC")
-    return _without_zone(dates)
+        return _without_zone(dates), UTC
+    return _without_zone(dates), dates[0].tzinfo
 
 
 def _without_zone(dates: list[datetime]) -> list[datetime]:
@@ -308,6 +335,12 @@ def _without_zone(dates: list[datetime]) -> list[datetime]:
 
 def _ascend(dates: list[datetime]) -> bool:
     return all(a < b for a, b in zip(dates, dates[1:], strict=False))
+
+
+def _uneven(dates: list[datetime]) -> int:
+    """Number of steps between ascending dates that are not the usual one."""
+    step = usual_step(dates)
+    return sum(step.between(a, b) != (1, False) for a, b in pairwise(dates))
 
 
 def _numbers(path: Path, places: list[int], header: list[str], lines: list[int], rows: list[list[str]],
@@ -336,6 +369,10 @@ def _check_order(path: Path, dates: list[datetime], lines: list[int], set_back: 
         hour = timedelta(0) <= back <= timedelta(hours=1) and dates[at].hour + dates[at].minute > 0
         if back < timedelta(0) or (hour and set_back):
             continue
+        again = len(dates) - len(set(dates))
+        if again > 5 and 4 * again >= len(dates):
+            raise UserError(f"{path}: {len(dates)} rows have {len(set(dates))} different dates; a file has one row for "
+                            "each date: give each series a column of its own")  # fmt: skip
         clock = ", or if it is a clock set back: forecast.gaps=ignore" if hour else ""
         if not back:
             raise UserError(f"{path}: line {lines[at]}: {dates[at]} is there twice; remove one of the two rows{clock}")

@@ -5,6 +5,7 @@ import io
 import json
 import zipfile
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,17 +66,9 @@ def write(folder: Path, given: LabelledSet, middle: int, settings: dict, state: 
         settings: settings that the set was made with.
         state: state of its sources, see titans_pt.genomics.sets.state_of.
     """
-    arrays = {}
-    for name in SPLITS:
-        split: Split = getattr(given, name)
-        arrays[f"{name}_ids"] = encoded(b"".join(split.sequences))
-        arrays[f"{name}_lengths"] = np.array([len(sequence) for sequence in split.sequences], np.int32)
-        arrays[f"{name}_labels"] = split.labels.astype(np.int16)
-    checksum = hashlib.sha256(json.dumps(given.classes).encode())
-    for name in sorted(arrays):
-        checksum.update(arrays[name].tobytes())
+    arrays = _arrays(given)
     manifest = {
-        "format": FORMAT, "sha256": checksum.hexdigest(), "classes": list(given.classes),
+        "format": FORMAT, "sha256": _checksum(given.classes, arrays), "classes": list(given.classes),
         "counts": {name: np.bincount(getattr(given, name).labels, minlength=len(given.classes)).tolist()
                    for name in SPLITS},
         "lengths": {name: [int(f(arrays[f"{name}_lengths"])) for f in (np.min, np.median, np.max)] for name in SPLITS},
@@ -87,8 +80,34 @@ def write(folder: Path, given: LabelledSet, middle: int, settings: dict, state: 
     packed = io.BytesIO()
     np.savez_compressed(packed, allow_pickle=False, **arrays)
     write_atomically(folder / SEQUENCES, lambda path: path.write_bytes(packed.getvalue()))
-    write_text(folder / MANIFEST, json.dumps(seal(manifest), indent=1) + "\n")
+    write_manifest(folder, manifest)
     return manifest
+
+
+def write_manifest(folder: Path, manifest: dict[str, Any]):
+    write_text(folder / MANIFEST, json.dumps(seal(manifest), indent=1) + "\n")
+
+
+def content_hash(given: LabelledSet) -> str:
+    """SHA-256 (hex) of a set's classes, sequences and labels, as its manifest has it."""
+    return _checksum(given.classes, _arrays(given))
+
+
+def _arrays(given: LabelledSet) -> dict[str, np.ndarray]:
+    arrays = {}
+    for name in SPLITS:
+        split: Split = getattr(given, name)
+        arrays[f"{name}_ids"] = encoded(b"".join(split.sequences))
+        arrays[f"{name}_lengths"] = np.array([len(sequence) for sequence in split.sequences], np.int32)
+        arrays[f"{name}_labels"] = split.labels.astype(np.int16)
+    return arrays
+
+
+def _checksum(classes: Sequence[str], arrays: dict[str, np.ndarray]) -> str:
+    found = hashlib.sha256(json.dumps(list(classes)).encode())
+    for name in sorted(arrays):
+        found.update(arrays[name].tobytes())
+    return found.hexdigest()
 
 
 def read(folder: Path) -> PreparedSet:
@@ -101,13 +120,10 @@ def read(folder: Path) -> PreparedSet:
     if manifest is None:
         raise UserError(f"data.dir={folder}: holds no labelled sequences; run: titans prepare CONFIG, with the same "
                         "config")  # fmt: skip
-    checksum = hashlib.sha256(json.dumps(tuple(manifest["classes"])).encode())
     try:
         with np.load(folder / SEQUENCES, allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}
-        for name in sorted(arrays):
-            checksum.update(arrays[name].tobytes())
-        if checksum.hexdigest() != manifest["sha256"]:
+        if _checksum(manifest["classes"], arrays) != manifest["sha256"]:
             raise ValueError(f"other sequences than {MANIFEST} says")
     except (OSError, ValueError, KeyError, EOFError, zlib.error, zipfile.BadZipFile) as error:
         raise UserError(f"{folder / SEQUENCES}: damaged ({' '.join(str(error).split())}); {_REMEDY}") from None

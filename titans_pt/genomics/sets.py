@@ -172,16 +172,18 @@ def _rows(path: Path, columns: tuple[str, ...]) -> Iterator[tuple[str, list[str]
         text = io.StringIO(data.decode("utf-8-sig"), newline="")  # line ends of any system
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise UserError(f"{path}: unreadable ({' '.join(str(error).split())}); replace it") from None
-    csv.field_size_limit(_LONGEST)
+    usual = csv.field_size_limit(_LONGEST)
     rows = csv.reader(text, strict=True)
     try:
         yield from _fields(path, rows, columns)
     except csv.Error as error:
         raise UserError(f"{path}:{rows.line_num}: {error}; repair the line") from None
+    finally:
+        csv.field_size_limit(usual)  # it is the whole process's
 
 
 def _fields(path: Path, rows: Any, columns: tuple[str, ...]) -> Iterator[tuple[str, list[str]]]:
-    head = next(rows, [])
+    head = [name.strip() for name in next(rows, [])]
     if missing := [name for name in columns if name not in head]:
         raise UserError(f"{path}: has no column {missing[0]!r} ({', '.join(head) or 'it is empty'}); its columns are "
                         f"to be {', '.join(columns)}")  # fmt: skip
@@ -191,13 +193,13 @@ def _fields(path: Path, rows: Any, columns: tuple[str, ...]) -> Iterator[tuple[s
         if row and len(row) != len(head):
             raise UserError(f"{place}: has {len(row)} fields, its head has {len(head)}; repair the line")
         if row:
-            yield place, [row[n] for n in places]
+            yield place, [row[n].strip() for n in places]
 
 
 def _table(path: Path, letters: dict[str, int]) -> dict[str, list]:
     found: dict[str, list] = {}
     for place, (sequence, label) in _rows(path, SEQUENCES):
-        if not label.strip():
+        if not label:
             raise UserError(f"{place}: has no label; give it one or remove the line")
         found.setdefault(label, []).append(_cleaned(sequence.encode(), place, letters))
     return found

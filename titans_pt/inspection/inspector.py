@@ -48,7 +48,7 @@ def inspect(
     """
     if max_tokens < 2:
         raise UserError(f"max_tokens: given {max_tokens}; allowed: at least 2")
-    if out is None:
+    if out is None and Path(run_dir).is_dir():  # load_run refuses all else
         check_room(Path(run_dir) / "inspection", "RUN; give --out DIR, a folder where you may write", folder=True)
     text = read_text(text_file, "--text", replace=True)
     run = load_run(run_dir, step=step, device=best_device())

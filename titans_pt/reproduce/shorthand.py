@@ -33,7 +33,7 @@ def recall(
     Raises:
         UserError: an unknown model or change, a change of the memory for a model without one, or a wrong setting.
     """
-    config = load_config(file, words)
+    config = _config("recall", file, words)
     models = _models(models, config, words) or list(TITANS)
     memory = {model: any_memory(mixers_of(model)) for model in models}
     for change in changes or ():
@@ -64,7 +64,7 @@ def needles(
     told = [f"evaluation.needles.lengths={sorted(asked)}", f"evaluation.needles.answers={answers}",
             f"evaluation.needles.noise={noise}"]  # fmt: skip
     told += [f"evaluation.needles.needles={list(counts)}"] if counts else []
-    config = load_config(file, [*words, *told])  # questions that cannot be asked are refused before training
+    config = _config("needles", file, [*words, *told])  # questions that cannot be asked are refused before training
     models = _models(models, config, words) or [*TITANS, "swa"]
     for model in models:
         mixers_of(model)
@@ -77,6 +77,14 @@ def needles(
 def _run(whole: Study, rows: Sequence[Row], config: Config, file: str, words: Sequence[str], ranks: int | None) -> int:
     order = Order(Path(config.run.dir), seeds=[config.run.seed], words=words, config=file)
     return reproduce(replace(whole, rows=tuple(rows)), order, ranks)
+
+
+def _config(task: str, file: str, words: Sequence[str]) -> Config:
+    """The settings; a UserError if they are of another task."""
+    config = load_config(file, words)
+    if config.task != task:
+        raise UserError(f"{file}: of the task {config.task!r}; name a config with task={task}, such as {task}")
+    return config
 
 
 def _models(named: Sequence[str] | None, config: Config, words: Sequence[str]) -> Sequence[str]:

@@ -4,6 +4,7 @@ The protocol is Caduceus' (arXiv 2403.03234): a tenth of the training sequences,
 set, which train.patience watches. ``titans evaluate`` reads the test set once.
 """
 
+import contextlib
 import hashlib
 import json
 import sys
@@ -22,7 +23,7 @@ from titans_pt.data_pipeline.tokenizers.nucleotides import MODEL
 from titans_pt.errors import UserError
 from titans_pt.genomics import builtin, prepared
 from titans_pt.genomics.alphabet import COMPLEMENT, PAD, TOKENS, encoded
-from titans_pt.genomics.sets import Split, centre, read_set, source_files, state_of
+from titans_pt.genomics.sets import LabelledSet, Split, centre, read_set, source_files, state_of
 from titans_pt.layers.flops import Flops
 from titans_pt.layers.norm import RMSNorm
 from titans_pt.layers.sharding import Shard
@@ -36,6 +37,8 @@ from titans_pt.tools.files import write_text
 
 CLASSES = "classes.json"
 """File in a run's folder that holds the class of each output."""
+MADE_WITH = ("set", "path", "reference", "crop", "middle")
+"""Settings that decide what ``titans prepare`` writes."""
 _STEP = 64
 """A batch is as long as its longest sequence, rounded up to a multiple of this."""
 
@@ -226,27 +229,40 @@ class ClassifyDna(Task):
             force: replace a set made with other settings or sources.
         """
         folder, settings = Path(self.config.data.dir), self.settings
-        made_with = {key: getattr(settings, key) for key in ("set", "path", "reference", "crop", "middle")}
+        made_with = {key: getattr(settings, key) for key in MADE_WITH}
         reference = Path(settings.reference) if settings.reference else None
         if settings.set:
             state = [[package.name, package.version, package.sha256] for package in builtin.SOURCES[settings.set]]
         else:
             state = state_of(source_files(Path(settings.path or ""), reference))
         old = None if force else prepared.read_manifest(folder)
-        if old and (old["settings"], old["state"]) == (made_with, state):
-            print(f"{folder}: the labelled sequences are up to date, nothing to do", file=sys.stderr)
-            return
         if old:
             changed = [key for key, value in made_with.items() if old["settings"].get(key) != value]
-            what = f"classify_dna.{changed[0]} differs" if changed else "the files have changed"
-            raise UserError(f"data.dir={folder}: holds sequences of another set ({what}); choose another "
-                            "data.dir, or replace them with: titans prepare CONFIG --force")  # fmt: skip
+            what = f"classify_dna.{changed[0]} differs" if changed else ""
+            if not what and old["state"] != state:  # the content decides: files may have been copied or touched
+                if prepared.content_hash(self._labelled()) == old["sha256"]:
+                    with contextlib.suppress(OSError):  # a read-only folder: the next call compares again
+                        prepared.write_manifest(folder, old | {"state": state})
+                else:
+                    what = "the files have changed"
+            if what:
+                raise UserError(f"data.dir={folder}: holds sequences of another set ({what}); choose another "
+                                "data.dir, or replace them with: titans prepare CONFIG --force")  # fmt: skip
+            print(f"{folder}: the labelled sequences are up to date, nothing to do", file=sys.stderr)
+            return
         if (folder / "manifest.json").is_file():
             raise UserError(f"data.dir={folder}: holds token files; choose another data.dir")
+        written = prepared.write(folder, self._labelled(), settings.middle, made_with, state)
+        print(prepared.told(written, folder), file=sys.stderr)
+
+    def _labelled(self) -> LabelledSet:
+        """The set that the settings name, cut to classify_dna.crop."""
+        settings = self.settings
+        reference = Path(settings.reference) if settings.reference else None
         given = builtin.SETS[settings.set]() if settings.set else read_set(Path(settings.path or ""), reference)
         for split in (given.train, given.test):
             split.sequences = [centre(sequence, settings.crop) for sequence in split.sequences]
-        print(prepared.told(prepared.write(folder, given, settings.middle, made_with, state), folder), file=sys.stderr)
+        return given
 
     def open(self) -> TaskData:
         """
@@ -256,7 +272,7 @@ class ClassifyDna(Task):
         """
         data, seed = self.config.data, self.config.run.seed
         found = prepared.read(Path(data.dir))
-        for key in ("set", "path", "crop"):
+        for key in MADE_WITH:
             if (was := found.manifest["settings"][key]) != (now := getattr(self.settings, key)):
                 raise UserError(f"data.dir={data.dir}: holds sequences of another set (classify_dna.{key}: made with "
                                 f"{was!r}, config has {now!r}); choose another data.dir, or run: titans prepare CONFIG "

@@ -24,6 +24,19 @@ def test_every_named_mixer_has_a_row(tmp_path, capsys):
     assert "--models: given 'gru'" in capsys.readouterr().err
 
 
+def test_a_mixer_of_ones_own(tmp_path, monkeypatch, capsys):
+    """The config names its module; the command imports it before it reads --models."""
+    (tmp_path / "own_decoded.py").write_text(
+        "from titans_pt.models.mixers.base import MIXERS\nfrom titans_pt.models.mixers.lmm import LMM\n\n"
+        "@MIXERS.register\nclass Own(LMM):\n    name = 'own_decoded'\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    words = ["benchmark", "decode", "quickstart", *SMALL, "--prompt", "9", "--tokens", "2", "--rounds", "1",
+             "run.imports=[own_decoded]", "--models", "own_decoded", "--out", str(tmp_path)]  # fmt: skip
+    assert cli.run(words) == 0
+    assert "| own_decoded |" in capsys.readouterr().out
+
+
 def test_which_models_are_timed(tmp_path, monkeypatch):
     """Each model keeps the file's settings of its mixer; MAC's segment is 64 in the quickstart's file."""
     found = {}

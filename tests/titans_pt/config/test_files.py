@@ -88,6 +88,8 @@ def test_the_resolved_tree_gives_itself_back(file):
     ("", ["model.mixers=[gru]"], "model.mixers: given 'gru'; allowed: .*attention, .*lmm, .*mac, .*swa"),
     ("", ["task=chess"], "task: given 'chess'; allowed: .*language"),
     ("", ["run.imports=[no_such_module]"], "run.imports: given 'no_such_module', which cannot be imported"),
+    ("", ["run.imports=[./my_rules]"], "given './my_rules', a file; name the module, such as my_rules, and start in"),
+    ("", ["run.imports=[lab/my_rules.py]"], "given 'lab/my_rules.py', a file; name the module, such as my_rules, "),
     ("", ["evaluation.every=5", "evaluation.suites=[chess]"], "evaluation.suites: given 'chess'; allowed: perplexity"),
     ("", ["train.batch_tokens=5000"], "train.batch_tokens: given 5000; must be a multiple of data.seq_len=4096"),
     ("", ["train.warmup_steps=28610"], "train.warmup_steps: given 28610; must be below train.max_steps"),

@@ -67,6 +67,36 @@ def test_paths_of_a_task_count_from_there_and_names_stay_names(project, monkeypa
         assert load(project / "runs/known/config.yaml").section("forecast")["series"] == "elecdemand"
 
 
+OWN_TASK = """
+from titans_pt.config import PathName, Section
+from titans_pt.tasks.base import TASKS, Task
+
+@TASKS.register
+class Own(Task):
+    name = "own_with_a_path"
+
+    class Settings(Section):
+        path: PathName
+"""
+
+
+def test_paths_of_a_task_of_ones_own(project, monkeypatch):
+    """Its module is imported before its section is read."""
+    (project / "modules").mkdir()
+    Path("modules/own_with_a_path.py").write_text(OWN_TASK)
+    Path("corpora/own.csv").write_text("")
+    monkeypatch.syspath_prepend(project / "modules")
+    Path("runs/own").mkdir()
+    Path("runs/own", ABOUT).write_text(json.dumps({STARTED_IN: str(project)}))
+    Path("runs/own/config.yaml").write_text(
+        "{task: own_with_a_path, run: {dir: runs/own, imports: [own_with_a_path]}, "
+        "own_with_a_path: {path: corpora/own.csv}}"
+    )
+    monkeypatch.chdir(project.parent / "elsewhere")
+    found = load_stored(project / "runs/own/config.yaml").section("own_with_a_path")
+    assert found["path"] == str(project / "corpora/own.csv")
+
+
 @pytest.mark.parametrize("noted", [True, False], ids=["", "of an earlier version"])
 @pytest.mark.parametrize("place", ["runs/best", "../elsewhere/best"])
 def test_a_run_that_was_moved_is_the_run_where_it_now_lies(project, place, noted):

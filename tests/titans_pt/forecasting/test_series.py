@@ -85,6 +85,7 @@ def test_months_and_summer_time(write):
     local = ["2020-03-29T01:00+01:00", "2020-03-29T03:00+02:00", "2020-03-29T04:00+02:00"]
     series = read_csv(write("date,a\n" + "\n".join(f"{when},1" for when in local)))
     assert str(series.dates[-1]) == "2020-03-29 02:00:00" and "converted to UTC" in series.notes[0]
+    assert series.following(1) == ["2020-03-29 03:00:00+00:00"]
     firsts = [f"0{n}/01/2020" for n in range(1, 6)]
     series = read_csv(write("date,a\n" + "\n".join(f"{first},1" for first in firsts)))
     assert "read as %m/%d/%Y, and could be %d/%m/%Y: forecast.date_format" in series.notes[0]
@@ -138,6 +139,9 @@ def test_days_of_one_week_are_days(write):
 @pytest.mark.parametrize(("head", "rows", "spacing", "last"), [
     ("No,Year,month,day,hour,a", [f"{n},2010,1,{1 + n // 24},{n % 24},{n}" for n in range(60)], "1:00:00",
      "2010-01-03 11:00:00"),
+    ("Date;Time;a", [f"{1 + n // 24:02d}.02.2010;{n % 24:02d}:00:00;{n}" for n in range(60)], "1:00:00",
+     "2010-02-03 11:00:00"),
+    ("date,hour,a", [f"2010-02-0{1 + n // 24},{n % 24},{n}" for n in range(60)], "1:00:00", "2010-02-03 11:00:00"),
     ("year;month;a", [f"{2019 + n // 12};{n % 12 + 1};{n},5" for n in range(14)], "1 month", "2020-02-01 00:00:00"),
 ])  # fmt: skip
 def test_a_date_in_several_columns(write, head, rows, spacing, last):
@@ -145,15 +149,52 @@ def test_a_date_in_several_columns(write, head, rows, spacing, last):
     series = read_csv(path, columns=["a"])
     assert series.columns == columns_of(path, ["a"]) == ["a"]
     assert (series.spacing, str(series.dates[-1])) == (spacing, last)
-    assert "month" in series.notes[-1] and "were read as one date" in series.notes[-1]
-    both = read_csv(path, columns=["a", "month"])
-    assert both.columns == ["a", "month"] and both.dates == series.dates, "a part may be a channel"
+    assert "were read as one date" in series.notes[-1]
+    if "month" in head:
+        both = read_csv(path, columns=["a", "month"])
+        assert both.columns == ["a", "month"] and both.dates == series.dates, "a part may be a channel"
 
 
 def test_parts_of_a_date_beside_a_date_are_channels(write):
     rows = "\n".join(f"2020-01-0{n},2020,1,{n}" for n in range(1, 5))
     series = read_csv(write(f"date,year,month,a\n{rows}"))
     assert series.columns == ["year", "month", "a"] and series.notes == []
+    rows = "\n".join(f"2020-01-0{n},{3 * n},{n}" for n in range(1, 5))
+    series = read_csv(write(f"date,hour,a\n{rows}"))
+    assert series.columns == ["hour", "a"] and series.spacing == "1 day, 0:00:00", "one row a day"
+
+
+@pytest.mark.parametrize(("form", "step"), [("%d/%m/%Y", "1 month"), ("%d/%m/%Y %H:%M", "1:00:00")])
+def test_dates_that_could_be_american_are_read_at_equal_steps(write, form, step):
+    """01/02/2020 and so on ascend as days of January, in leaps at each year's end, and as months."""
+    dates = [datetime(2020 + n // 12, n % 12 + 1, 1) if step == "1 month" else datetime(2020, 1, 1) + timedelta(hours=n)
+             for n in range(60)]  # fmt: skip
+    series = read_csv(write("date,a\n" + "\n".join(f"{date.strftime(form)},1" for date in dates)))
+    assert series.dates == dates and series.spacing == step
+    assert series.notes[0].startswith(f"dates were read as {form}, and could be %m/")
+
+
+@pytest.mark.parametrize("form", ["{}Q{}", "{}-Q{}", "{} q{}"])
+def test_quarters(write, form):
+    rows = [form.format(2019 + n // 4, n % 4 + 1) for n in range(6)]
+    series = read_csv(write("date,a\n" + "\n".join(f"{row},1" for row in rows)))
+    assert series.spacing == "3 months" and series.following(1) == ["2020-07-01 00:00:00"] and season(series)[1] == 4
+
+
+@pytest.mark.parametrize(("zones", "after"), [
+    (("+02:00",) * 3, "2020-03-29 06:00:00+02:00"), (("Z",) * 3, "2020-03-29 06:00:00+00:00"),
+    (("+00:00", "+00:00", "+00:00"), "2020-03-29 06:00:00+00:00"), (("", "", ""), "2020-03-29 06:00:00"),
+])  # fmt: skip
+def test_a_forecast_has_the_zone_of_the_dates(write, zones, after):
+    rows = "\n".join(f"2020-03-29T0{n + 3}:00{zone},1" for n, zone in enumerate(zones))
+    assert read_csv(write(f"date,a\n{rows}")).following(1) == [after]
+
+
+@pytest.mark.parametrize("by_date", [False, True])
+def test_a_long_table_is_no_series(write, by_date):
+    rows = [f"2020-01-{day + 1:02d},{name}" for name, days in (("1", 10), ("2", 20)) for day in range(days)]
+    with pytest.raises(UserError, match="30 rows have 20 different dates; .* give each series a column of its own"):
+        read_csv(write("ds,y\n" + "\n".join(sorted(rows) if by_date else rows)))
 
 
 def test_columns_that_are_none(write):

@@ -69,7 +69,7 @@ def test_sequences_as_they_stand(tmp_path):
 def test_tables_of_any_program(tmp_path):
     """Spreadsheets write a byte order mark and other line ends; a sequence may be longer than Python's csv allows."""
     for text in ("\ufefflabel,sequence\ra,ACGT\rb,GG\r", "label,sequence\r\na,ACGT\r\n\r\nb,GG\r\n",
-                 f"label,sequence\na,{'ACGT' * 50_000}\nb,GG"):  # fmt: skip
+                 f"label,sequence\na,{'ACGT' * 50_000}\nb,GG", "label, sequence\na ,ACGT\nb, GG\n"):  # fmt: skip
         for split in ("train", "test"):
             (tmp_path / f"{split}.csv").write_bytes(text.encode())
         found = read_set(tmp_path, None)

@@ -132,6 +132,13 @@ def test_what_cannot_be_asked_is_refused_before_training(tmp_path, capsys):
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.parametrize(("command", "config"), [("recall", "needles"), ("needles", "quickstart"), ("needles", RECALL)])
+def test_a_config_of_another_task_is_refused_before_training(tmp_path, capsys, command, config):
+    assert cli.run([command, config, f"run.dir={tmp_path / 'out'}"]) == 2
+    assert f"name a config with task={command}, such as {command}" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 def test_models_without_a_memory_have_as_many_parameters_as_the_largest_with_one():
     def size(model):
         return _parameters(load_config(NEEDLES, equal_size(NEEDLES, model, ())))

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.helpers.untrained import untrained_run
+from titans_pt import cli
 from titans_pt.config import config_hash
 from titans_pt.config.files import load_config
 from titans_pt.errors import UserError
@@ -216,6 +217,14 @@ def test_a_file_system_without_locks_is_a_warning(tmp_path, monkeypatch, caplog)
 def test_not_a_run_folder(tmp_path):
     with pytest.raises(UserError, match="not a run folder"):
         load_run(tmp_path)
+
+
+@pytest.mark.parametrize("words", [["evaluate"], ["inspect", "--text", "config.yaml"], ["generate", "--prompt", "a"]])
+def test_a_file_is_no_run(tmp_path, monkeypatch, capsys, words):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "config.yaml").write_text("model: {}")
+    assert cli.run([words[0], "config.yaml", *words[1:]]) == 2
+    assert "config.yaml: not a run folder" in capsys.readouterr().err
 
 
 def test_no_checkpoint_yet(run):

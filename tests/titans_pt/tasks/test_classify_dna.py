@@ -1,6 +1,7 @@
 """Classification of sequences: the mean over bases, the protocol, training, weights of a language model."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -173,6 +174,8 @@ def test_settings_and_data_that_do_not_go_together(dna, tmp_path):
         UserError, match=r"classify_dna.crop: made with None, config has 8\); choose another data.dir, or run"
     ):
         task_of(load_config(dna, ["classify_dna.crop=8"])).open()
+    with pytest.raises(UserError, match=r"classify_dna.middle: made with 20, config has 10\)"):
+        task_of(load_config(dna, ["classify_dna.middle=10"])).open()
     with pytest.raises(UserError, match="holds no labelled sequences; run: titans prepare CONFIG"):
         task_of(load_config(dna, [f"data.dir={tmp_path / 'none'}"])).open()
     with pytest.raises(UserError, match=r"another set \(classify_dna.crop differs\)"):
@@ -180,6 +183,27 @@ def test_settings_and_data_that_do_not_go_together(dna, tmp_path):
     cropped = task_of(load_config(dna, ["classify_dna.crop=8", "data.seq_len=8", "train.batch_tokens=64"]))
     cropped.prepare(force=True)
     assert max(map(len, cropped.open().train.split.sequences)) == 8
+
+
+def test_a_set_is_compared_by_its_content(dna, tmp_path, capsys):
+    """Copied files have other times; they are the same set unless their sequences or labels differ."""
+    task, table = task_of(load_config(dna)), tmp_path / "set" / "train.csv"
+    manifest = tmp_path / "data" / "set.json"
+    before = unseal(manifest.read_bytes())
+    for change in (lambda: os.utime(table, ns=(0, 0)), lambda: (tmp_path / "set" / "README").write_text("a note")):
+        change()
+        task.prepare()
+        assert "up to date" in capsys.readouterr().err
+        after = unseal(manifest.read_bytes())
+        assert after["state"] == state_of(source_files(tmp_path / "set", None)) != before["state"]
+        assert {**after, "state": 0} == {**before, "state": 0}
+    text = table.read_text()
+    table.write_text(text.replace("AAAA", "AAAC", 1))  # of the same size
+    with pytest.raises(UserError, match=r"another set \(the files have changed\)"):
+        task.prepare()
+    table.write_text(text)
+    task.prepare()
+    task.open()
 
 
 @pytest.mark.thorough
