@@ -197,7 +197,7 @@ def test_a_completion_script_asks_titans(shell, capsys):
 
 
 @pytest.mark.parametrize(("typed", "completed"), [
-    ("titans c", ["checkpoint", "compare", "completion", "config", "convert"]),
+    ("titans c", ["check", "checkpoint", "compare", "completion", "config", "convert"]),
     ("titans checkpoint ", ["list", "merge", "prune", "verify"]),
     ("titans plan c.yaml a=1 --", ["--ranks", "--memory", "--help"]),
     ("titans completion z", ["zsh"]),

@@ -1,0 +1,159 @@
+"""Check of what every mixer and memory rule promises: no token sees a later one, rows are independent, cuts change
+nothing, documents see nothing before them. For mixers and rules of one's own before they are trained."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from titans_pt.config import ModelConfig
+from titans_pt.errors import UserError
+from titans_pt.layers.documents import Documents
+from titans_pt.layers.state import take_rows
+from titans_pt.models.backbone import Backbone, initialise
+from titans_pt.models.mixers.common import any_memory
+
+ROWS = 3
+BLOCKS = 2
+NOISE = 0.05
+"""Size of the noise on all parameters, since parts that start at 0 would hide what they do."""
+TOLERANCE = 1e-6
+"""Largest difference between outputs that should be equal, as a share of the largest output. Rounding in float64 gives
+1e-12, or 1e-9 in deep memories."""
+
+
+@dataclass(frozen=True)
+class Promise:
+    """Outcome for one promise of one mixer.
+
+    difference: largest difference between outputs that should be equal, over the largest output; NaN: not finite.
+    failed: reason why the check could not be made, or "".
+    """
+
+    text: str
+    difference: float
+    failed: str = ""
+
+    @property
+    def kept(self) -> bool:
+        return not self.failed and self.difference <= TOLERANCE
+
+    def line(self) -> str:
+        found = self.failed or f"difference {self.difference:.1e}"
+        return f"  {'kept  ' if self.kept else 'BROKEN'}  {self.text} ({found})"
+
+
+def check_promises(config: ModelConfig, tokens: int, seed: int = 0):
+    """Check every kind of mixer in ``config``, in two blocks each, and print a line for each promise.
+
+    Random inputs (3, tokens, d_model) and randomly changed parameters, float64, on the CPU.
+
+    Raises:
+        UserError: a promise is broken.
+    """
+    broken = 0
+    for kind in config.kinds:
+        rule = f", memory rule {config.memory.rule}" if any_memory([kind]) else ""
+        print(f"{kind}: {BLOCKS} blocks, {tokens} tokens{rule}")
+        for promise in promises(config.model_copy(update={"mixers": [kind], "n_layers": BLOCKS}), tokens, seed):
+            print(promise.line(), flush=True)
+            broken += not promise.kept
+    if broken:
+        raise UserError(f"model.mixers={config.kinds}: {broken} promises are broken; mend the mixer or rule: "
+                        "docs/architecture.md has what each must do")  # fmt: skip
+
+
+def promises(config: ModelConfig, tokens: int, seed: int = 0) -> Iterator[Promise]:
+    """Outcome of each promise for the blocks of ``config``, one after the other."""
+    draw = torch.Generator().manual_seed(seed)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        blocks = Backbone(config)
+        initialise(blocks, config)
+    blocks = blocks.double().eval()
+    with torch.no_grad():
+        for p in blocks.parameters():
+            p.add_(NOISE * torch.randn(p.shape, generator=draw, dtype=p.dtype))
+    x = torch.randn(ROWS, tokens, config.d_model, generator=draw, dtype=torch.float64)
+    whole = blocks(x)[0].detach()
+    largest = whole.abs().max()
+
+    def differs(*pairs: tuple[Tensor, Tensor]) -> float:
+        # Not the built-in max, which loses NaN.
+        return torch.stack([(a - b).abs().max() / largest for a, b in pairs]).max().item()
+
+    def places(count: int) -> list[int]:
+        """Places 1 .. tokens - 1, in order."""
+        return sorted((torch.randperm(tokens - 1, generator=draw)[:count] + 1).tolist())
+
+    def causal() -> float:
+        found = []
+        for place in places(3):
+            other = torch.randn(x[:, place:].shape, generator=draw, dtype=x.dtype)
+            found.append((blocks(torch.cat([x[:, :place], other], 1))[0][:, :place], whole[:, :place]))
+        return differs(*found)
+
+    def independent() -> float:
+        return differs((blocks(x[1:])[0], whole[1:]), (blocks(x.flip(0))[0], whole.flip(0)))
+
+    def cut() -> float:
+        return differs((_in_pieces(blocks, x, [*places(3), tokens - 1, tokens]), whole))
+
+    def rows() -> float:
+        (place,) = places(1)
+        state = take_rows(blocks(x[:, :place])[1], torch.tensor([2, 0, 0]))
+        return differs((blocks(x[[2, 0, 0], place:], state)[0], whole[[2, 0, 0], place:]))
+
+    def documents() -> float:
+        begins = places(ROWS)
+        begins += [1] * (ROWS - len(begins))  # fewer places than rows
+        reset = torch.zeros(ROWS, tokens, dtype=torch.bool)
+        reset[torch.arange(ROWS), begins] = True
+        found = blocks(x, None, Documents.of(reset, x.device))[0]
+        pairs = [(found[row, :begin], whole[row, :begin]) for row, begin in enumerate(begins)]
+        pairs += [(found[row, begin:], blocks(x[row : row + 1, begin:])[0][0]) for row, begin in enumerate(begins)]
+        return differs(*pairs)
+
+    with torch.no_grad():
+        yield _kept("no token sees a later one", causal)
+        yield _kept("a row sees no other row", independent)
+        yield _kept("a sequence that is cut gives the outputs of one call", cut)
+        yield _kept("rows of a state may be taken in any order", rows)
+        yield _kept("a document sees nothing before it", documents)
+    yield _kept("every parameter has a finite gradient", lambda: _gradients(blocks, x))
+
+
+def _kept(text: str, check: Callable[[], float]) -> Promise:
+    try:
+        return Promise(text, check())
+    except Exception as error:  # of the mixer: the other promises can be checked nevertheless
+        reason = " ".join(str(error).split())[:200]
+        return Promise(text, float("nan"), f"{type(error).__name__}: {reason}")
+
+
+def _in_pieces(blocks: Backbone, x: Tensor, ends: list[int]) -> Tensor:
+    state: Any = None
+    found, begin = [], 0
+    for end in ends:
+        if end > begin:
+            y, state = blocks(x[:, begin:end], state)
+            found.append(y)
+            begin = end
+    return torch.cat(found, 1)
+
+
+def _gradients(blocks: Backbone, x: Tensor) -> float:
+    """0, or NaN if a gradient is not finite.
+
+    Raises:
+        ValueError: a parameter has no gradient: data parallelism would wait for it.
+    """
+    blocks.zero_grad()
+    blocks(x)[0].square().mean().backward()
+    missing = [name for name, p in blocks.named_parameters() if p.requires_grad and p.grad is None]
+    if missing:
+        raise ValueError(f"{len(missing)} have none, such as {missing[0]}")
+    finite = all(bool(p.grad.isfinite().all()) for p in blocks.parameters() if p.grad is not None)
+    return 0.0 if finite else float("nan")
