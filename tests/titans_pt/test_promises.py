@@ -10,6 +10,7 @@ from titans_pt import cli
 from titans_pt.config import MemoryConfig, ModelConfig
 from titans_pt.inspection.promises import promises
 from titans_pt.kernels.memory.rules import RULES
+from titans_pt.kernels.memory.rules.yaad import Yaad
 from titans_pt.models.mixers.base import MIXERS, Mixer
 
 HERE = ".".join(Path(__file__).with_suffix("").parts[-3:])  # tests.titans_pt.test_promises
@@ -79,6 +80,17 @@ class Infinite(Broken):
         return self.out(x / 0), None
 
 
+@RULES.register
+class WrongFormula(Yaad):
+    """The gradient's formula is that of a loss half as large."""
+
+    name = "wrong_formula"
+    compiled_loss = None
+
+    def gradient(self, error, v, own):
+        return super().gradient(error, v, own) / 2
+
+
 def outcomes(mixer, tokens=29, **changes):
     memory = {"chunk_size": 4, "expansion": 2} | changes.pop("memory", {})
     config = ModelConfig(mixers=[mixer], memory=MemoryConfig(**memory), **SIZE, **OWN.get(mixer, {}), **changes)
@@ -88,7 +100,8 @@ def outcomes(mixer, tokens=29, **changes):
 @pytest.mark.parametrize("mixer", MIXERS.built_in())
 def test_built_in_mixers_keep_all(mixer):
     found = outcomes(mixer)
-    assert [promise.text.startswith(text) for promise, text in zip(found, PROMISES, strict=True)] == [True] * 6
+    assert [promise.text.startswith(text) for promise, text in zip(found[:6], PROMISES, strict=True)] == [True] * 6
+    assert len(found) == 6 + (mixer in ("lmm", "mac", "mag", "mal", "mab"))
     assert all(promise.kept for promise in found), [promise.line() for promise in found if not promise.kept]
 
 
@@ -113,6 +126,12 @@ def test_what_breaks_a_promise_is_found(mixer):
     assert ("unused" in found[5].line()) == (mixer == "sum")
 
 
+def test_a_wrong_formula_of_a_rule_is_found():
+    *others, definition = outcomes("lmm", memory={"rule": "wrong_formula"})
+    assert all(promise.kept for promise in others)
+    assert not definition.kept and 0.01 < definition.difference < 10 and "its definition" in definition.text
+
+
 def test_two_tokens_are_enough():
     assert all(promise.kept for promise in outcomes("swa", tokens=2))
 
@@ -121,8 +140,8 @@ def test_the_command(tiny, capsys):
     words = [str(tiny()), f"run.imports=[{HERE}]", "model.n_layers=2"]
     assert cli.run(["check", *words, "model.mixers=[swa,lmm]", "--tokens", "9"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 14
-    assert lines[::7] == ["swa: 2 blocks, 9 tokens", "lmm: 2 blocks, 9 tokens, memory rule titans"]
+    assert len(lines) == 15
+    assert lines[:14:7] == ["swa: 2 blocks, 9 tokens", "lmm: 2 blocks, 9 tokens, memory rule titans"]
     assert cli.run(["check", *words, "model.mixers=[swa,crowd]", "--tokens", "9"]) == 2
     out, err = capsys.readouterr()
     assert "BROKEN  a row sees no other row" in out

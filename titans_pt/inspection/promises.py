@@ -1,5 +1,6 @@
 """Check of what every mixer and memory rule promises: no token sees a later one, rows are independent, cuts change
-nothing, documents see nothing before them. For mixers and rules of one's own before they are trained."""
+nothing, documents see nothing before them, a memory's fast form equals its definition. For mixers and rules of one's
+own before they are trained."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -11,14 +12,19 @@ from torch import Tensor
 from titans_pt.config import ModelConfig
 from titans_pt.errors import UserError
 from titans_pt.layers.documents import Documents
+from titans_pt.layers.memory import NeuralMemory
 from titans_pt.layers.state import take_rows
 from titans_pt.models.backbone import Backbone, initialise
 from titans_pt.models.mixers.common import any_memory
 
 ROWS = 3
 BLOCKS = 2
+CHUNKS = 3
+"""Chunks that are compared with the definition, which is slow."""
 NOISE = 0.05
 """Size of the noise on all parameters, since parts that start at 0 would hide what they do."""
+NEGLIGIBLE = 1e-6
+"""Size of gradients, relative to the largest, that are not compared with themselves: some are only rounding."""
 TOLERANCE = 1e-6
 """Largest difference between outputs that should be equal, as a share of the largest output. Rounding in float64 gives
 1e-12, or 1e-9 in deep memories."""
@@ -123,6 +129,9 @@ def promises(config: ModelConfig, tokens: int, seed: int = 0) -> Iterator[Promis
         yield _kept("rows of a state may be taken in any order", rows)
         yield _kept("a document sees nothing before it", documents)
     yield _kept("every parameter has a finite gradient", lambda: _gradients(blocks, x))
+    if memories := [module for module in blocks.modules() if isinstance(module, NeuralMemory)]:
+        text = "the memory equals its definition, token by token, with all gradients"
+        yield _kept(text, lambda: _definition(blocks, memories, x[:, : CHUNKS * config.memory.chunk_size + 1]))
 
 
 def _kept(text: str, check: Callable[[], float]) -> Promise:
@@ -157,3 +166,21 @@ def _gradients(blocks: Backbone, x: Tensor) -> float:
         raise ValueError(f"{len(missing)} have none, such as {missing[0]}")
     finite = all(bool(p.grad.isfinite().all()) for p in blocks.parameters() if p.grad is not None)
     return 0.0 if finite else float("nan")
+
+
+def _definition(blocks: Backbone, memories: list[NeuralMemory], x: Tensor) -> float:
+    """Largest difference of outputs and of gradients, each over the largest number of its own tensor, which counts as no
+    less than NEGLIGIBLE times the largest of all."""
+    found = []
+    for backend in ("naive", "auto"):
+        for memory in memories:
+            memory.backend = backend
+        blocks.zero_grad()
+        given = x.clone().requires_grad_()
+        y = blocks(given)[0]
+        y.square().mean().backward()
+        gradients = [p.grad for p in [given, *blocks.parameters()] if p.grad is not None]
+        found.append([y.detach(), *(gradient.clone() for gradient in gradients)])
+    sizes = torch.stack([exact.abs().max() for exact in found[0]])
+    differences = torch.stack([(exact - fast).abs().max() for exact, fast in zip(*found, strict=True)])
+    return (differences / sizes.clamp(min=NEGLIGIBLE * sizes.max())).max().item()

@@ -163,6 +163,8 @@ class NeuralMemory(nn.Module):
     """
 
     sharding = {"": Shard.ENTER, "output_norm": Shard.SUMMED}
+    backend = "auto"
+    """Implementation of the memory, as :func:`neural_memory` names them; "naive" is the definition."""
 
     def __init__(
         self, d_model: int, n_heads: int, conv_width: int, config: MemoryConfig, norm_eps: float,
@@ -244,6 +246,7 @@ class NeuralMemory(nn.Module):
             output_final_state=True,
             reset=documents and documents.starts,
             max_resets=documents and documents.most,
+            backend=self.backend,
             save_every=self.config.save_every,
             soup=soup,
         )  # fmt: skip
