@@ -169,8 +169,8 @@ def _gradients(blocks: Backbone, x: Tensor) -> float:
 
 
 def _definition(blocks: Backbone, memories: list[NeuralMemory], x: Tensor) -> float:
-    """Largest difference of outputs and of gradients, each over the largest number of its own tensor, which counts as no
-    less than NEGLIGIBLE times the largest of all."""
+    """Largest difference of outputs and of gradients, each over the largest number of its own tensor, which counts as
+    no less than NEGLIGIBLE times the largest of all."""
     found = []
     for backend in ("naive", "auto"):
         for memory in memories:
