@@ -8,7 +8,7 @@ from torch import nn
 
 from titans_pt import cli
 from titans_pt.config import MemoryConfig, ModelConfig
-from titans_pt.inspection.promises import promises
+from titans_pt.inspection.promises import LEAST, enough, promises
 from titans_pt.kernels.memory.rules import RULES
 from titans_pt.kernels.memory.rules.yaad import Yaad
 from titans_pt.models.mixers.base import MIXERS, Mixer
@@ -134,6 +134,13 @@ def test_a_wrong_formula_of_a_rule_is_found():
 
 def test_two_tokens_are_enough():
     assert all(promise.kept for promise in outcomes("swa", tokens=2))
+
+
+def test_tokens_pass_windows_and_segments():
+    sizes = SIZE | {"window": 500}
+    assert enough(ModelConfig(mixers=["lmm"], **sizes)) == LEAST
+    assert enough(ModelConfig(mixers=["swa"], **sizes)) > 500
+    assert enough(ModelConfig(mixers=["mac"], mac={"segment": 400}, **sizes)) == 801
 
 
 def test_the_command(tiny, capsys):

@@ -3,15 +3,13 @@ import click
 from titans_pt.commands._arguments import settings, whole
 
 SECTION = "tools"
-TOKENS = 512
-"""Most tokens of a check whose number the user does not give."""
 
 
 @click.command()
 @settings
 @click.option(
     "--tokens", type=whole(2), metavar="N",
-    help=f"tokens that are read, more than a segment and a chunk (default: data.seq_len, at most {TOKENS})",
+    help="tokens that are read (default: more than a window and two segments, at most data.seq_len)",
 )  # fmt: skip
 def check(config, tokens: int | None):
     """Check that the model's mixers and memory rules keep their promises.
@@ -21,4 +19,4 @@ def check(config, tokens: int | None):
     """
     from titans_pt.inspection.promises import check_promises
 
-    check_promises(config.model, tokens or min(config.data.seq_len, TOKENS), config.run.seed)
+    check_promises(config.model, config.data.seq_len, tokens, config.run.seed)

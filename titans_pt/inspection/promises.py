@@ -15,12 +15,14 @@ from titans_pt.layers.documents import Documents
 from titans_pt.layers.memory import NeuralMemory
 from titans_pt.layers.state import take_rows
 from titans_pt.models.backbone import Backbone, initialise
-from titans_pt.models.mixers.common import any_memory
+from titans_pt.models.mixers.common import Windowed, any_memory
 
 ROWS = 3
 BLOCKS = 2
 CHUNKS = 3
 """Chunks that are compared with the definition, which is slow."""
+LEAST = 256
+"""Tokens of a check whose number is not given, at least, if the training's samples have as many."""
 NOISE = 0.05
 """Size of the noise on all parameters, since parts that start at 0 would hide what they do."""
 NEGLIGIBLE = 1e-6
@@ -51,24 +53,37 @@ class Promise:
         return f"  {'kept  ' if self.kept else 'BROKEN'}  {self.text} ({found})"
 
 
-def check_promises(config: ModelConfig, tokens: int, seed: int = 0):
+def check_promises(config: ModelConfig, longest: int, tokens: int | None = None, seed: int = 0):
     """Check every kind of mixer in ``config``, in two blocks each, and print a line for each promise.
 
     Random inputs (3, tokens, d_model) and randomly changed parameters, float64, on the CPU.
 
+    Args:
+        longest: most tokens that are read if ``tokens`` is None; then :func:`enough` of them are.
+
     Raises:
         UserError: a promise is broken.
     """
-    broken = 0
+    broken, wanted = 0, tokens
     for kind in config.kinds:
+        alone = config.model_copy(update={"mixers": [kind], "n_layers": BLOCKS})
+        tokens = wanted or min(longest, enough(alone))
         rule = f", memory rule {config.memory.rule}" if any_memory([kind]) else ""
         print(f"{kind}: {BLOCKS} blocks, {tokens} tokens{rule}")
-        for promise in promises(config.model_copy(update={"mixers": [kind], "n_layers": BLOCKS}), tokens, seed):
+        for promise in promises(alone, tokens, seed):
             print(promise.line(), flush=True)
             broken += not promise.kept
     if broken:
         raise UserError(f"model.mixers={config.kinds}: {broken} promises are broken; mend the mixer or rule: "
                         "docs/architecture.md has what each must do")  # fmt: skip
+
+
+def enough(config: ModelConfig) -> int:
+    """Number of tokens that pass the ends of the window, and of two segments."""
+    with torch.device("meta"):
+        blocks = Backbone(config)
+    window = max((config.window for mixer in blocks.mixers if isinstance(mixer, Windowed)), default=0)
+    return max(LEAST, window + LEAST // 2, 2 * max(mixer.piece for mixer in blocks.mixers) + 1)
 
 
 def promises(config: ModelConfig, tokens: int, seed: int = 0) -> Iterator[Promise]:
