@@ -129,12 +129,12 @@ def prepare(config: Config, force: bool = False, shard: tuple[int, int] | None =
             old["fingerprint"] = fingerprint
             with contextlib.suppress(OSError):  # a read-only folder: the next call compares again
                 write_atomically(folder / MANIFEST, lambda path: write_json(path, seal(old)))
-        other_ends = ""
-        if old.get("fingerprint") == fingerprint:
+        same, other_ends = old.get("fingerprint") == fingerprint, ""
+        if same:
             refuse_damage(folder, damage(folder, old, read=False))
             now, then = (_ends(config.data.tokenizer, path) for path in (None, saved_tokenizer(folder)))
             other_ends = f"{then}, now {now}" if now != then else ""
-        if old.get("fingerprint") == fingerprint and not other_ends:
+        if same and not other_ends:
             _check_lossy(old, config)
             _check_rejected(old, config, folder)
             print(f"{one_line(str(folder))}: token files are up to date, nothing to do", file=sys.stderr)

@@ -59,7 +59,8 @@ def cache_memories(model: nn.Module, given: ReadCachingConfig) -> ReadCachingCon
                 f"evaluation.caching.shares: given {config.shares!r}; must be average, sum or change: the run has not "
                 "learned the parameters of the others (model.memory.caching)"
             )
-        memory.caching = Caching(*memory.q.linear.weight.T.shape, memory.q.n_heads, config)
+        linear = memory.q.linear
+        memory.caching = Caching(linear.in_features, linear.out_features, memory.q.n_heads, config)
         memory.caching.u = trained.u if trained is not None and config.learned else None
     return config
 

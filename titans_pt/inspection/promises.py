@@ -64,13 +64,13 @@ def check_promises(config: ModelConfig, longest: int, tokens: int | None = None,
     Raises:
         UserError: a promise is broken.
     """
-    broken, wanted = 0, tokens
+    broken = 0
     for kind in config.kinds:
         alone = config.model_copy(update={"mixers": [kind], "n_layers": BLOCKS})
-        tokens = wanted or min(longest, enough(alone))
+        length = tokens or min(longest, enough(alone))
         rule = f", memory rule {config.memory.rule}" if any_memory([kind]) else ""
-        print(f"{kind}: {BLOCKS} blocks, {tokens} tokens{rule}")
-        for promise in promises(alone, tokens, seed):
+        print(f"{kind}: {BLOCKS} blocks, {length} tokens{rule}")
+        for promise in promises(alone, length, seed):
             print(promise.line(), flush=True)
             broken += not promise.kept
     if broken:
@@ -98,7 +98,8 @@ def promises(config: ModelConfig, tokens: int, seed: int = 0) -> Iterator[Promis
         for p in blocks.parameters():
             p.add_(NOISE * torch.randn(p.shape, generator=draw, dtype=p.dtype))
     x = torch.randn(ROWS, tokens, config.d_model, generator=draw, dtype=torch.float64)
-    whole = blocks(x)[0].detach()
+    with torch.no_grad():
+        whole = blocks(x)[0]
     largest = whole.abs().max()
 
     def differs(*pairs: tuple[Tensor, Tensor]) -> float:
@@ -137,12 +138,14 @@ def promises(config: ModelConfig, tokens: int, seed: int = 0) -> Iterator[Promis
         pairs += [(found[row, begin:], blocks(x[row : row + 1, begin:])[0][0]) for row, begin in enumerate(begins)]
         return differs(*pairs)
 
-    with torch.no_grad():
-        yield _kept("no token sees a later one", causal)
-        yield _kept("a row sees no other row", independent)
-        yield _kept("a sequence that is cut gives the outputs of one call", cut)
-        yield _kept("rows of a state may be taken in any order", rows)
-        yield _kept("a document sees nothing before it", documents)
+    for text, check in (
+        ("no token sees a later one", causal),
+        ("a row sees no other row", independent),
+        ("a sequence that is cut gives the outputs of one call", cut),
+        ("rows of a state may be taken in any order", rows),
+        ("a document sees nothing before it", documents),
+    ):
+        yield _kept(text, torch.no_grad()(check))  # not around yield: the caller would run without gradients
     yield _kept("every parameter has a finite gradient", lambda: _gradients(blocks, x))
     if memories := [module for module in blocks.modules() if isinstance(module, NeuralMemory)]:
         text = "the memory equals its definition, token by token, with all gradients"

@@ -57,8 +57,9 @@ class WandbLog:
             if mode == "disabled":
                 return
             noted, place = _noted(folder.path)
-            known, anew = noted or run_id, branch or _is_copy(folder.path, noted, place)
-            self.id = os.environ.get("WANDB_RUN_ID") or (known if known and not anew else secrets.token_hex(4))
+            known = noted or run_id
+            continued = known and not branch and not _is_copy(folder.path, noted, place)
+            self.id = os.environ.get("WANDB_RUN_ID") or (known if continued else secrets.token_hex(4))
             self.begins = self.id != known
             write_text(folder.path / _ID, f"{self.id}\n{folder.path.resolve()}\n")
             try:
