@@ -25,7 +25,10 @@ def _list_of(number: Checked, allowed: str) -> Checked:
     "--size", type=click.Choice(["tiny", "170m", "340m", "400m", "760m", "1.3b", "paper"]), required=True,
     help="the folder of configs/ to train; paper: for table3 and table4",
 )  # fmt: skip
-@click.option("--models", type=NAMES, metavar="NAMES", help="only these models (default: all in the table)")
+@click.option(
+    "--models", type=NAMES, metavar="NAMES",
+    help="only these models (default: all in the table); name your own by its config: lmm,my_rule.yaml",
+)  # fmt: skip
 @click.option(
     "--seeds", type=_list_of(whole(0), "whole numbers"), metavar="N,...",
     help="seeds of weights and data order (default: 0; tiny: up to 0,1,2)",

@@ -1,5 +1,6 @@
 """The order that a command line gives, and the runs that it requires."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -26,11 +27,11 @@ RATES = {"tiny": Grid((2e-3, 4e-3, 8e-3), within=(2.5e-4, 6.4e-2))}
 class Order:
     """Content of a command line.
 
-    models: names as in the study's folder of configs/; None: all of the study. seeds: None: the study's own. tokens:
-    training tokens of each run; None: as configured. rates: the only learning rates to choose from; (): the study's
-    rule. words: KEY=VALUE settings for every run. config: a file, or the name of one, that all models start from; None:
-    the study's configs. With a config, the models of the study's rows are mixers, or several in turns as in
-    ``mamba+swa``.
+    models: names as in the study's folder of configs/, or config files (.yaml) of own models; None: all of the study.
+    seeds: None: the study's own. tokens: training tokens of each run; None: as configured. rates: the only learning
+    rates to choose from; (): the study's rule. words: KEY=VALUE settings for every run. config: a file, or the name of
+    one, that all models start from; None: the study's configs. With a config, the models of the study's rows are
+    mixers, or several in turns as in ``mamba+swa``.
     """
 
     out: Path
@@ -45,16 +46,64 @@ class Order:
 def chosen(study: Study, order: Order) -> Study:
     """``study`` with the rows of the models asked for.
 
+    An own model, named by its config file, has the rows that every model of the study has.
+
     Raises:
-        UserError: the study has no row of a model.
+        UserError: the study has no row of a model, or cannot compare an own model with the others.
     """
     if order.models is None:
         return study
     known = list(dict.fromkeys(row.model for row in study.rows))
-    for model in order.models:
-        if model not in known:
-            raise UserError(f"--models: given {model!r}; {study.target} has {', '.join(known)}")
-    return replace(study, rows=tuple(row for model in order.models for row in study.rows if row.model == model))
+    own: dict[str, str] = {}
+    for word in order.models:
+        if Path(word).suffix in (".yaml", ".yml"):
+            own[_own_name(word, [*known, *own])] = word
+        elif word not in known:
+            raise UserError(
+                f"--models: given {word!r}; {study.target} has {', '.join(known)}; name an own model by its config file"
+            )
+    models = {word: [row for row in study.rows if row.model == word] for word in known}
+    if own:
+        rows = {model: {(row.variant, row.settings, row.after) for row in models[model]} for model in known}
+        shared = set.intersection(*rows.values())
+        template = [row for row in models[known[0]] if (row.variant, row.settings, row.after) in shared]
+        if not template:
+            raise UserError(f"--models: given {next(iter(own.values()))!r}; the models of {study.target} share no row "
+                            f"that an own model could have; choose another target, such as table1")  # fmt: skip
+        for name, file in own.items():
+            _check_own(study, known[0], file, order.words)
+            models[name] = [replace(row, model=name) for row in template]
+    named = {file: name for name, file in own.items()}
+    return replace(study, rows=tuple(row for word in order.models for row in models[named.get(word, word)]), own=own)
+
+
+def _own_name(file: str, taken: Sequence[str]) -> str:
+    """Name of an own model: the file's, without its ending."""
+    name = Path(file).stem
+    if not re.fullmatch(r"[A-Za-z0-9._-]+", name):
+        raise UserError(f"--models: given {file!r}, whose name becomes that of its runs; rename the file to letters, "
+                        "digits, '.', '_' and '-'")  # fmt: skip
+    if name in taken:
+        raise UserError(f"--models: given {file!r}, but there is another model named {name!r}; rename the file")
+    return name
+
+
+def _check_own(study: Study, model: str, file: str, words: Sequence[str]):
+    """Raises UserError unless the own model of ``file`` is trained on what the study's ``model`` is trained on."""
+    beside = f"{study.folder or study.size}/{model}"
+    ours, theirs = (_compared(load_config(each, words)) for each in (file, beside))
+    for key, value in theirs.items():
+        if ours[key] != value:
+            raise UserError(f"{file}: {key} is {ours[key]!r}, and that of the models of {study.target} is {value!r}; "
+                            f"begin the file with inherit: {beside}.yaml, or leave the setting out of it")  # fmt: skip
+
+
+def _compared(config: Config) -> dict[str, object]:
+    """Settings that must be equal for the figures of two models to compare."""
+    return {
+        "task": config.task, "data.dir": config.data.dir, "data.seq_len": config.data.seq_len,
+        "train.batch_tokens": config.train.batch_tokens, "train.max_steps": config.train.max_steps,
+    }  # fmt: skip
 
 
 def seeds_of(study: Study, row: Row, order: Order) -> tuple[int, ...]:
@@ -153,7 +202,9 @@ def _timing(study: Study, row: Row, order: Order) -> Timing:
     name = f"speed-{row.key.replace('/', '-')}"
     config = _config(study, row, 0, order, None, name, ())
     words = (*row.settings, *order.words)
-    return Timing(name, row.model, row.variant, config, file=f"{study.size}/{{model}}", words=words,
+    own = study.own.get(row.model)
+    file = str(Path(own).with_stem("{model}")) if own else f"{study.size}/{{model}}"
+    return Timing(name, row.model, row.variant, config, file=file, words=words,
                   lengths=study.timed, tokens=max(study.timed))  # fmt: skip
 
 
@@ -169,7 +220,7 @@ def _config(
     study: Study, row: Row, seed: int, order: Order, tokens: int | None, name: str, more: tuple[str, ...]
 ) -> Config:
     own = (f"run.dir={order.out / 'runs' / name}", f"run.seed={seed}")
-    file = order.config or f"{study.folder or study.size}/{row.model}"
+    file = order.config or study.own.get(row.model) or f"{study.folder or study.size}/{row.model}"
     size = equal_size(file, row.model, order.words) if order.config else ()
     before = _before(study, row, order)
     start = (f"train.init_from={order.out / 'runs' / before}",) if before else ()

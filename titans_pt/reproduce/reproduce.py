@@ -125,6 +125,7 @@ def with_others(order: Order, whole: Study, records: Records) -> Order:
     there = {row.model for row in whole.rows for seed in seeds_of(whole, row, order)
              if records.names(run_name(row, seed))}  # fmt: skip
     models = dict.fromkeys(row.model for row in whole.rows if row.model in there.union(order.models))
+    models |= dict.fromkeys(order.models)  # own models last
     return replace(order, models=list(models))
 
 

@@ -38,7 +38,7 @@ NAMES = {
     "linear_attention": "linear attention", "longhorn": "Longhorn", "lmm-hierarchy": "LMM, hierarchy",
     "gdn2": "Gated DeltaNet-2", "deltaproduct": "DeltaProduct", "rwkv7": "RWKV-7", "hope": "Hope",
 } | {name: name.upper() for name in (*TITANS, "gla", "hgrn2", "rmt", "kda")}  # fmt: skip
-"""Displayed names of models, as papers write them; other models show their mixers."""
+"""Displayed names of models, as papers write them; any other model is displayed as it is named."""
 CHANGES = {
     "depth-1": "linear memory (depth 1)", "depth-3": "depth 3", "depth-4": "depth 4", "no-conv": "without convolutions",
     "no-momentum": "without momentum", "no-forgetting": "without forgetting",
@@ -76,7 +76,7 @@ class Row:
     @property
     def name(self) -> str:
         """Displayed name of the row."""
-        name = NAMES.get(self.model, self.model.upper())
+        name = "+".join(NAMES.get(part, part) for part in self.model.split("+"))
         return f"{name}, {self.change or CHANGES[self.variant]}" if self.variant else name
 
 
@@ -111,6 +111,8 @@ class Study:
     """Folder of configs/ with the models. "": the size's folder."""
     rated: bool = True
     """Whether the learning rates of its size are tried; False: the configured rate is used."""
+    own: dict[str, str] = field(default_factory=dict)
+    """Config files of a user's own models, by the models' names."""
     seeds: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """Seeds of a row by its key; 0 for all others."""
     pictures: tuple[Picture, ...] = (pictures.training, pictures.positions)

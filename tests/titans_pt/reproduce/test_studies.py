@@ -19,7 +19,7 @@ from titans_pt.reproduce.measures import TRAINING
 from titans_pt.reproduce.order import Order, chosen, runs_of
 from titans_pt.reproduce.published import FILE, published
 from titans_pt.reproduce.records import Records, decisive
-from titans_pt.reproduce.reproduce import plan, show_plan, submit
+from titans_pt.reproduce.reproduce import plan, show_plan, submit, with_others
 from titans_pt.reproduce.runs import in_order
 from titans_pt.reproduce.studies import LEADING, OF_THEIR_OWN, SIZES, SMALL, TARGETS, study
 from titans_pt.reproduce.study import MODELS, VARIANTS, Row
@@ -238,6 +238,70 @@ def test_the_plan_says_what_is_left(tmp_path):
 def test_what_does_not_exist_is_told(asked, words):
     with pytest.raises(UserError, match=words):
         runs(**asked)
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    """Folder with the config of an own model, from which the command is started."""
+    monkeypatch.chdir(tmp_path)
+    Path("huber.yaml").write_text("inherit: tiny/lmm.yaml\nmodel: {memory: {rule: yaad}}\n")
+    return tmp_path
+
+
+def test_an_own_model_is_planned_as_the_studys_models_are(own):
+    mine, theirs = runs(models=["huber.yaml", "lmm"])[0], runs(models=["lmm"])[0]
+    assert (mine.name, mine.model, mine.measures) == ("huber-s0", "huber", theirs.measures)
+    assert mine.choice.probe(4e-3).name == "huber-lr0.004"
+    for run in (mine, mine.choice.probe(4e-3)):
+        assert run.config.model.memory.rule == "yaad" and theirs.config.model.memory.rule == "titans"
+    alike = {"memory": theirs.config.model.memory}
+    assert mine.config.model.model_copy(update=alike) == theirs.config.model
+    assert [run.name for run in runs(models=["lmm", "huber.yaml"], seeds=[0])] == ["lmm-s0", "huber-s0"]
+    assert Row("huber").name == "huber"
+
+
+def test_an_own_model_has_the_rows_that_all_models_share(own):
+    assert [run.name for run in runs("table5", models=["huber.yaml"])] == ["huber-s0"]
+    figure7 = [run.name for run in runs("figure7", models=["huber.yaml"])]
+    assert figure7 == ["huber-depth-1-s0", "huber-s0", "huber-depth-3-s0", "huber-depth-4-s0"]
+    Path("reader.yaml").write_text("inherit: dna-tiny/lmm.yaml\nmodel: {memory: {rule: yaad}}\n")
+    dna = {run.name: run for run in runs("table4", models=["reader.yaml"])}
+    assert list(dna) == [f"reader-{row}-s0" for row in ("pretrain", "coding", "coding-scratch", "splice",
+                                                        "splice-scratch")]  # fmt: skip
+    assert [run.name for run in dna["reader-coding-s0"].before] == ["reader-pretrain-s0"]
+
+
+def test_an_own_models_timing_is_of_its_config(own):
+    [run] = runs("figure9", models=["huber.yaml"])
+    assert case_config(Case(run.model, 512), run.file, list(run.words), run.tokens).model == run.config.model
+
+
+def test_an_own_model_joins_the_page_of_the_studys_models(own):
+    records, whole = Records(own / "records"), study("table1", "tiny")
+    [lmm] = [run for run in runs(models=["lmm"], seeds=[0])]
+    records.write(lmm.name, record(lmm))
+    shown = with_others(Order(own, models=["huber.yaml"]), whole, records)
+    assert shown.models == ["lmm", "huber.yaml"]
+
+
+@pytest.mark.parametrize(("file", "text", "words"), [
+    ("lmm.yaml", "inherit: tiny/lmm.yaml", "--models: given 'lmm.yaml', but there is another model named 'lmm'"),
+    ("my lmm.yaml", "inherit: tiny/lmm.yaml", "--models: given 'my lmm.yaml', whose name becomes that of its runs"),
+    ("mine.yaml", "inherit: recall/lmm.yaml", "mine.yaml: task is 'recall', and that of the models of table1 is "
+     "'language'; begin the file with inherit: tiny/transformer.yaml, or leave the setting out of it"),
+    ("mine.yaml", "inherit: tiny/lmm.yaml\ndata: {seq_len: 256}", "mine.yaml: data.seq_len is 256, and that of"),
+    ("none.yaml", "", "none.yaml"),
+])  # fmt: skip
+def test_an_own_model_that_does_not_compare_is_refused(own, file, text, words):
+    if text:
+        Path(file).write_text(text + "\n")
+    with pytest.raises(UserError, match=re.escape(words)):
+        runs(models=[file])
+
+
+def test_a_study_without_shared_rows_says_so(own):
+    with pytest.raises(UserError, match="the models of statetracking share no row"):
+        runs("statetracking", models=["huber.yaml"])
 
 
 def test_published_numbers():
