@@ -34,7 +34,7 @@ def write(study: Study, runs: Sequence[Run], records: Records, out: Path) -> lis
         words = "Nats behind the best, on the same text (95 % interval over its streams and over seeds; a tie: with 0)"
         others.append((words, apart))
     if chosen := rates(runs, records):
-        words = f"Validation loss after one {PROBE_SHARE}th of the tokens, by learning rate; the lowest is taken"
+        words = f"Validation loss after 1/{PROBE_SHARE} of the tokens, by learning rate; the lowest is taken"
         others.append((words, chosen))
     if compared := tenths(runs, records):
         others.append(("Whether probes order learning rates as whole runs do (validation loss, seed 0)", compared))

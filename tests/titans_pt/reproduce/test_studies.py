@@ -278,7 +278,7 @@ def test_an_own_models_timing_is_of_its_config(own):
 
 def test_an_own_model_joins_the_page_of_the_studys_models(own):
     records, whole = Records(own / "records"), study("table1", "tiny")
-    [lmm] = [run for run in runs(models=["lmm"], seeds=[0])]
+    [lmm] = runs(models=["lmm"], seeds=[0])
     records.write(lmm.name, record(lmm))
     shown = with_others(Order(own, models=["huber.yaml"]), whole, records)
     assert shown.models == ["lmm", "huber.yaml"]
