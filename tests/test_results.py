@@ -19,7 +19,7 @@ import torch
 from titans_pt.layers.state import state_bytes
 from titans_pt.models import build_model
 from titans_pt.reproduce import pictures
-from titans_pt.reproduce.figures import Apart, apart, between_seeds, pool
+from titans_pt.reproduce.figures import Apart, Pooled, apart, between_seeds, pool
 from titans_pt.reproduce.measures import text_loss
 from titans_pt.reproduce.order import Order
 from titans_pt.reproduce.pictures import Picture, Seeds, by_row, needles_asked
@@ -104,6 +104,37 @@ def learning_rates() -> list[str]:
     return [line(*row) for row in rates(runs, Records(RESULTS / "records")).rows]
 
 
+def whole_at_rates() -> list[str]:
+    """Models with whole runs of seed 0 at several rates: the loss of each rate's probe, the whole run, and nats to the
+    rate that the probes choose."""
+    _, runs, _ = found("table1")
+    records, text = Records(RESULTS / "records"), []
+    for run in (run for run in runs if run.config.run.seed == 0):
+        probes = {probe.config.train.lr: probe.record(records) for probe in run.probes(records)}
+        whole = {record["trained"]["lr"]: record for record in map(records.read, records.names(run.name))}
+        if len(whole) < 2:
+            continue
+        chosen = run.settled(records).config.train.lr
+        rates = sorted(whole)
+        columns = [[], []]
+        for column, (title, measure) in zip(columns, (("perplexity", "text"), ("to 16K", "long")), strict=True):
+            losses = {lr: pool({0: text_loss(whole[lr]["measured"][measure])}) for lr in rates}
+            column += [(number(losses[lr].mean), behind_at(losses[lr], losses[chosen], title)) for lr in rates]
+        text += [line(Row(run.model).name, f"{lr:g}", f"{probes[lr]['trained']['validation_loss']:.4f}", *near, *far)
+                 for lr, near, far in zip(rates, *columns, strict=True)]  # fmt: skip
+    return text
+
+
+def behind_at(own: Pooled, best: Pooled, column: str) -> str:
+    """Nats by which ``own`` is behind ``best``, of the same seeds; with an interval where the losses of all streams
+    were kept (early records have their mean alone)."""
+    if own is best:
+        return "+0.000"
+    if len(own.by_stream) == len(best.by_stream) > 1:
+        return apart(own, best, between(column)).told("+")
+    return f"{math.log(own.mean / best.mean):+.3f}"
+
+
 def variants(target: str) -> dict[str, list[Cell]]:
     """The cells of an LMM and of its variants."""
     return {row[0].row.variant: row for row in found(target)[2] if row[0].row.model == "lmm"}
@@ -117,17 +148,13 @@ def between(column: str) -> tuple[float, int]:
 
 
 def on_same_seeds(rows: dict[str, Cell]) -> dict[str, str]:
-    """Nats by which each variant is behind the complete model in one column, from the seeds that both have; with an
-    interval where the losses of all streams were kept (early records have their mean alone)."""
+    """Nats by which each variant is behind the complete model in one column, from the seeds that both have."""
     told = {"": "+0.000"}
     for variant, cell in rows.items():
         common = sorted(cell.ours.figures.keys() & rows[""].ours.figures.keys()) if variant else []
         if common:
             own, whole = (pool({seed: each.ours.figures[seed] for seed in common}) for each in (cell, rows[""]))
-            if len(own.by_stream) == len(whole.by_stream) > 1:
-                told[variant] = apart(own, whole, between(cell.column.title)).told("+")
-            else:
-                told[variant] = f"{math.log(own.mean / whole.mean):+.3f}"
+            told[variant] = behind_at(own, whole, cell.column.title)
     return told
 
 
@@ -807,6 +834,7 @@ PAGES = {
     TINY: {
         "| model | learning rate | perplexity |": models,
         "| model | 0.002 |": learning_rates,
+        "| whole runs of | learning rate |": whole_at_rates,
         "| with more tokens |": scaled,
         "| LMM | seeds |": ablations,
         "| values' filters start |": filters,
