@@ -1,4 +1,5 @@
 import re
+import shlex
 from pathlib import Path
 
 import click
@@ -55,7 +56,9 @@ def generate(
     if not max_new_tokens and save_state is None:
         raise click.UsageError("--max-new-tokens 0 reads alone: give --save-state, or 1 or more.")
     if not prompt and prompt_file is None and prompts is None and state is None:
-        raise click.UsageError("Nothing to continue: give --prompt, --prompt-file, --prompts or --state.")
+        text = next((word for word in overrides if "=" not in word), None)  # an argument, as in other programs
+        way = "--prompt, --prompt-file, --prompts or --state" if text is None else f"--prompt {shlex.quote(text)}"
+        raise click.UsageError(f"Nothing to continue: give {way}.")
     from titans_pt.tools.files import lines_of, read_text
 
     if prompt_file is not None:
