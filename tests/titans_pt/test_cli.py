@@ -154,7 +154,7 @@ def test_a_finished_run_has_nothing_left_to_do(run_copy, capsys):
 @pytest.mark.parametrize(("change", "message"), [
     ("train.max_step=3", "train.max_step: unknown key (given 3); nearest known key: train.max_steps"),
     ("train.max_steps=three", "train.max_steps: given 'three'; allowed:"),
-    ("train.max_steps", "write it as key.path=value"),
+    ("train.max_steps", "Given 'train.max_steps': settings are KEY=VALUE, such as run.seed=1"),
     ("data.dir=/nowhere/at/all", "no token files; run: titans prepare"),
     ("train.batch_tokens=80 train.micro_batch=2", "train.micro_batch: given 2; must divide the 5 samples"),
 ])  # fmt: skip

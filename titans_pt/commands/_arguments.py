@@ -2,6 +2,7 @@
 
 import functools
 import math
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -103,9 +104,20 @@ def _subject(context: click.Context, _parameter: click.Parameter, value: str) ->
     return value
 
 
-def overrides(help: str = "settings over the file's, e.g. train.max_steps=10"):
-    """Add KEY=VALUE words, which may stand anywhere among the options, as ``overrides``, a tuple of str."""
-    return click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...", help=help)
+def overrides(help: str = "settings over the file's, e.g. train.max_steps=10", option: str = ""):
+    """Add KEY=VALUE words, which may stand anywhere among the options, as ``overrides``, a tuple of str.
+
+    option: the option that a word without "=" is taken to be of, in the message that refuses it.
+    """
+
+    def checked(_context: click.Context, _parameter: click.Parameter, words: tuple[str, ...]) -> tuple[str, ...]:
+        for word in words:
+            if "=" not in word:
+                way = f"give it as {option} {shlex.quote(word)}; settings are" if option else "settings are"
+                raise click.UsageError(f"Given {word!r}: {way} KEY=VALUE, such as run.seed=1.")
+        return words
+
+    return click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...", help=help, callback=checked)
 
 
 config_name = click.argument(

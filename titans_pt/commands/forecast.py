@@ -10,7 +10,9 @@ WRITES = "--out"
 
 @click.command()
 @run_folder
-@overrides("forecast.missing, gaps, date_column and date_format: how FILE is read, over the run's settings")
+@overrides(
+    "forecast.missing, gaps, date_column and date_format: how FILE is read, over the run's settings", option="--csv"
+)
 @click.option(
     "--csv", "own", type=PATH, metavar="FILE", help="a series with the run's columns (default: the run's own)"
 )

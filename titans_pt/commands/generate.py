@@ -1,5 +1,4 @@
 import re
-import shlex
 from pathlib import Path
 
 import click
@@ -12,7 +11,7 @@ WRITES = "--save-state"
 
 @click.command()
 @run_folder
-@overrides("evaluation.* settings over the run's, e.g. evaluation.caching")
+@overrides("evaluation.* settings over the run's, e.g. evaluation.caching", option="--prompt")
 @click.option("--prompt", metavar="TEXT", help="text to continue; optional with --state")
 @click.option(
     "--prompt-file", type=PATH, metavar="FILE",
@@ -56,9 +55,7 @@ def generate(
     if not max_new_tokens and save_state is None:
         raise click.UsageError("--max-new-tokens 0 reads alone: give --save-state, or 1 or more.")
     if not prompt and prompt_file is None and prompts is None and state is None:
-        text = next((word for word in overrides if "=" not in word), None)  # an argument, as in other programs
-        way = "--prompt, --prompt-file, --prompts or --state" if text is None else f"--prompt {shlex.quote(text)}"
-        raise click.UsageError(f"Nothing to continue: give {way}.")
+        raise click.UsageError("Nothing to continue: give --prompt, --prompt-file, --prompts or --state.")
     from titans_pt.tools.files import lines_of, read_text
 
     if prompt_file is not None:

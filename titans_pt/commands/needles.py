@@ -8,7 +8,7 @@ WRITES = "run.dir"
 
 @click.command()
 @config_name
-@overrides()
+@overrides(option="--models")
 @click.option(
     "--models", type=NAMES, metavar="NAMES",
     help="the models to train: mixers, or several in turns as in mamba+swa (default: model.mixers if it is given, "

@@ -20,7 +20,7 @@ def _list_of(number: Checked, allowed: str) -> Checked:
     help="table1, table2, table3, table4, table5, figure7, figure8, figure9, babilong, chunks, filters, ideas, recall, "
     "needles, scaling or statetracking",
 )  # fmt: skip
-@overrides("settings for every run, e.g. data.dir=/fast/fineweb")
+@overrides("settings for every run, e.g. data.dir=/fast/fineweb", option="--models")
 @click.option(
     "--size", type=click.Choice(["tiny", "170m", "340m", "400m", "760m", "1.3b", "paper"]), required=True,
     help="the folder of configs/ to train; paper: for table3 and table4",

@@ -175,7 +175,7 @@ def test_a_line_of_json_for_each_prompt(encoding, sentencepiece, run, monkeypatc
     ("--prompt-file {folder}/latin", "--prompt-file: {folder}/latin: not UTF-8 at byte 2; convert it"),
     ("--prompt-file {folder}/latin --prompt a", "--prompt and --prompt-file exclude each other"),
     ("", "Nothing to continue: give --prompt, --prompt-file, --prompts or --state"),
-    ("man!", "Nothing to continue: give --prompt 'man!'"),
+    ("man!", "Given 'man!': give it as --prompt 'man!'; settings are KEY=VALUE"),
     ("--prompts {folder}/blank", "blank holds no text; give a prompt on each line"),
     ("--prompts {folder}/utf-16", "--prompts: {folder}/utf-16: UTF-16, not UTF-8; convert it"),
     ("--prompts {folder}/latin --prompt a", "--prompt and --prompts exclude each other"),
