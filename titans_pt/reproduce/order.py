@@ -1,6 +1,5 @@
 """The order that a command line gives, and the runs that it requires."""
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -13,6 +12,7 @@ from titans_pt.config.files import keys_of, load_config
 from titans_pt.errors import UserError
 from titans_pt.models.mixers.common import any_memory
 from titans_pt.reproduce.measures import Measure
+from titans_pt.reproduce.own import is_own, name_of, with_own
 from titans_pt.reproduce.rates import PROBE_SHARE, Grid
 from titans_pt.reproduce.runs import Choice, Run
 from titans_pt.reproduce.study import TITANS, Row, Study
@@ -46,64 +46,19 @@ class Order:
 def chosen(study: Study, order: Order) -> Study:
     """``study`` with the rows of the models asked for.
 
-    An own model, named by its config file, has the rows that every model of the study has.
-
     Raises:
-        UserError: the study has no row of a model, or cannot compare an own model with the others.
+        UserError: the study has no row of a model, or an own model cannot be compared with the others.
     """
     if order.models is None:
         return study
+    study = with_own(study, list(filter(is_own, order.models)), order.words)
+    models = [name_of(word) for word in order.models]
     known = list(dict.fromkeys(row.model for row in study.rows))
-    own: dict[str, str] = {}
-    for word in order.models:
-        if Path(word).suffix in (".yaml", ".yml"):
-            own[_own_name(word, [*known, *own])] = word
-        elif word not in known:
-            raise UserError(
-                f"--models: given {word!r}; {study.target} has {', '.join(known)}; name an own model by its config file"
-            )
-    models = {word: [row for row in study.rows if row.model == word] for word in known}
-    if own:
-        rows = {model: {(row.variant, row.settings, row.after) for row in models[model]} for model in known}
-        shared = set.intersection(*rows.values())
-        template = [row for row in models[known[0]] if (row.variant, row.settings, row.after) in shared]
-        if not template:
-            raise UserError(f"--models: given {next(iter(own.values()))!r}; the models of {study.target} share no row "
-                            f"that an own model could have; choose another target, such as table1")  # fmt: skip
-        for name, file in own.items():
-            _check_own(study, known[0], file, order.words)
-            models[name] = [replace(row, model=name) for row in template]
-    named = {file: name for name, file in own.items()}
-    return replace(study, rows=tuple(row for word in order.models for row in models[named.get(word, word)]), own=own)
-
-
-def _own_name(file: str, taken: Sequence[str]) -> str:
-    """Name of an own model: the file's, without its ending."""
-    name = Path(file).stem
-    if not re.fullmatch(r"[A-Za-z0-9._-]+", name):
-        raise UserError(f"--models: given {file!r}, whose name becomes that of its runs; rename the file to letters, "
-                        "digits, '.', '_' and '-'")  # fmt: skip
-    if name in taken:
-        raise UserError(f"--models: given {file!r}, but there is another model named {name!r}; rename the file")
-    return name
-
-
-def _check_own(study: Study, model: str, file: str, words: Sequence[str]):
-    """Raises UserError unless the own model of ``file`` is trained on what the study's ``model`` is trained on."""
-    beside = f"{study.folder or study.size}/{model}"
-    ours, theirs = (_compared(load_config(each, words)) for each in (file, beside))
-    for key, value in theirs.items():
-        if ours[key] != value:
-            raise UserError(f"{file}: {key} is {ours[key]!r}, and that of the models of {study.target} is {value!r}; "
-                            f"begin the file with inherit: {beside}.yaml, or leave the setting out of it")  # fmt: skip
-
-
-def _compared(config: Config) -> dict[str, object]:
-    """Settings that must be equal for the figures of two models to compare."""
-    return {
-        "task": config.task, "data.dir": config.data.dir, "data.seq_len": config.data.seq_len,
-        "train.batch_tokens": config.train.batch_tokens, "train.max_steps": config.train.max_steps,
-    }  # fmt: skip
+    for model in models:
+        if model not in known:
+            raise UserError(f"--models: given {model!r}; {study.target} has {', '.join(known)}; name an own model by "
+                            "its config file (NAME.yaml)")  # fmt: skip
+    return replace(study, rows=tuple(row for model in models for row in study.rows if row.model == model))
 
 
 def seeds_of(study: Study, row: Row, order: Order) -> tuple[int, ...]:
