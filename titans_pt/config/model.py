@@ -131,7 +131,8 @@ class MemoryConfig(Section):
     layer with a bias, convolution. Heads of a pretrained attention layer need affine (mab): their values have both
     signs, and their keys share a large mean, which the bias removes."""
     norm: bool = True
-    """LayerNorm inside the memory, M(x) = x + LN(f(x)). It bounds the inner loop."""
+    """LayerNorm inside the memory, M(x) = x + LN(f(x)). It bounds the inner loop. At depth 2 and more, the rules
+    moneta and memora need it."""
     residual: bool = True
     """The ``x +`` in M(x)."""
     writes: bool = True

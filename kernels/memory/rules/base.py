@@ -59,6 +59,8 @@ class Rule:
     step: float = 1.0
     """Factor of the default step bound (model.memory.step_bound=null): this rule's largest stable step, relative to the
     squared loss."""
+    needs_norm: ClassVar[bool] = False
+    """Whether steps diverge in memories of two and more matrices without a LayerNorm, which bounds the error."""
 
     def __init_subclass__(cls, **keywords: Any):
         super().__init_subclass__(**keywords)
@@ -108,6 +110,13 @@ class Rule:
             "model.memory.alpha",
             config.alpha,
             f"must be head with model.memory.rule={cls.name}, which moves the memory its own way",
+        )
+        need(
+            not cls.needs_norm or config.norm or config.depth == 1,
+            "model.memory.norm",
+            config.norm,
+            f"must be true with model.memory.rule={cls.name} and depth {config.depth}, whose steps diverge without the "
+            "LayerNorm",
         )
 
     # ---- the loss

@@ -19,6 +19,7 @@ class Memora(Rule):
     """
 
     name: ClassVar[str] = "memora"
+    needs_norm: ClassVar[bool] = True
     step: float = 0.25
 
     class Settings(Section):

@@ -26,6 +26,7 @@ class Moneta(Rule):
     """
 
     name: ClassVar[str] = "moneta"
+    needs_norm: ClassVar[bool] = True
 
     class Settings(Section):
         p: Annotated[float, Field(ge=1.0, le=4.0)] = 3.0

@@ -15,6 +15,7 @@ from titans_pt.kernels.memory import NetworkShape, native
 from titans_pt.kernels.memory.rules import RULES, Rule
 from titans_pt.layers.memory import NeuralMemory
 from titans_pt.models import build_model
+from titans_pt.models.mixers.common import build_memory
 from titans_pt.runs.loaded import load_run
 from titans_pt.runs.states import load_state, save_state
 from titans_pt.tasks import task_of
@@ -180,6 +181,25 @@ def test_rules_that_move_the_memory_their_own_way_have_one_alpha(tiny):
     ):
         load_config(tiny(), ["model.mixers=[lmm]", "model.memory.rule=muon", "model.memory.alpha=channel"])
     load_config(tiny(), ["model.mixers=[lmm]", "model.memory.rule=moneta", "model.memory.alpha=channel"])
+
+
+@every_rule
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_without_a_layernorm_it_is_stable_or_refused(name, depth):
+    words = [f"model.memory.rule={name}", f"model.memory.depth={depth}", "model.memory.norm=false"]
+    words += ["model.mixers=[lmm]", "model.d_model=32", "model.n_heads=2", "model.memory.chunk_size=16"]
+    if RULES.find(name).needs_norm and depth > 1:
+        refused = f"model.memory.norm: given False; must be true with model.memory.rule={name} and depth {depth}"
+        with pytest.raises(UserError, match=refused):
+            load_config("quickstart", words)
+        return
+    config = load_config("quickstart", words).model
+    for seed in range(4):
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            memory = build_memory(config)
+            y, state = memory(torch.randn(2, 512, 32))
+        assert y.isfinite().all() and max(w.abs().max() for w in state.memory.weights) < 50
 
 
 @pytest.mark.slow
