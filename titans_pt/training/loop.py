@@ -33,7 +33,7 @@ from titans_pt.training.epochs import epochs_text, repeated
 from titans_pt.training.gauges import Gauges, lost_to
 from titans_pt.training.metrics import MetricsLog, Progress, peak_flops, read_metrics
 from titans_pt.training.patience import Patience
-from titans_pt.training.plan import make_plan
+from titans_pt.training.plan import make_plan, unkept
 from titans_pt.training.plots import plot_loss
 from titans_pt.training.probes import memory_probe
 from titans_pt.training.profiling import OutOfMemory, StepProfiler, Stopwatch
@@ -606,7 +606,7 @@ def _announce(task: Task, ranks: Ranks):
 
 
 def _announce_epochs(config: Config, data: TaskData):
-    """Prints how often the run reads its data; warns if a step repeats samples."""
+    """Prints how often the run reads its data; warns if a step repeats samples, or train.keep_every keeps too few."""
     print(epochs_text(config, data), flush=True)
-    for warning in repeated(config, data):
+    for warning in [*repeated(config, data), *unkept(config)]:
         log.warning("%s", warning)
