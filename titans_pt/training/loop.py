@@ -25,7 +25,7 @@ from titans_pt.runs import checkpoints
 from titans_pt.runs.checkpoints import TrainerState
 from titans_pt.runs.folder import RunFolder
 from titans_pt.runs.tensorboard_log import TensorBoardLog
-from titans_pt.runs.wandb_log import WandbLog
+from titans_pt.runs.wandb_log import WandbLog, check_sweep
 from titans_pt.tasks import Samples, Task, TaskData, task_of
 from titans_pt.tools.files import check_room
 from titans_pt.tools.screen import say
@@ -74,6 +74,7 @@ def train(config: Config) -> int:
         _check_alike(data, config, ranks)
         ranks.on_first(lambda: stack.enter_context(folder.opened()) and None)
         _check_shared(folder, ranks)
+        ranks.on_first(lambda: check_sweep(folder))
         ranks.on_first(lambda: _announce_epochs(config, data))
         stack.enter_context(watch.stacks_in(folder.stacks))
         trainer = Trainer(task, data, folder, ranks, signals, watch)
