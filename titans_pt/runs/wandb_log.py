@@ -149,8 +149,8 @@ def check_sweep(folder: RunFolder):
     noted, _ = _noted(folder.path)
     if own and noted and noted != own and list_checkpoints(folder.checkpoints):
         raise UserError(f"run.dir: {folder.path} has the checkpoints of the W&B run {noted}, and this is the run {own} "
-                        "of a sweep; give each run its own folder, run.dir=runs/$WANDB_RUN_ID in a command of bash "
-                        "(docs/launching.md)")  # fmt: skip
+                        "of a sweep; give each run its own folder, with run.dir=runs/$WANDB_RUN_ID in the sweep's "
+                        "command")  # fmt: skip
 
 
 def resolve_mode(mode: str) -> str:

@@ -354,3 +354,5 @@ def test_a_run_of_a_sweep_does_not_continue_another(tiny, tmp_path, monkeypatch)
         loop.train(load_config(path, ["train.lr=0.001"]))
     monkeypatch.setenv("WANDB_RUN_ID", "first")
     assert loop.train(load_config(path, ["train.stop_at=2"])) == 0, "an agent that was started again"
+    path = tiny(run={"dir": str(tmp_path / "$WANDB_RUN_ID")})
+    assert load_config(path).run.dir == str(tmp_path / "first"), "the documented command"
