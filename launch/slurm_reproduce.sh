@@ -44,10 +44,10 @@ while kill -0 "$step" 2>/dev/null; do  # a trap cuts wait short
     status=0
     wait "$step" || status=$?
 done
-# A preemption sends SIGTERM to the steps alone: ask scontrol. A job that is cancelled, or that SLURM itself is queueing
-# again, is not RUNNING any more.
+# --signal USR1@S without B: sends SIGUSR1 to the steps alone, which end with 128 + 10. A preemption sends them SIGTERM: ask
+# scontrol. A job that is cancelled, or that SLURM itself is queueing again, is not RUNNING any more.
 job=" $(scontrol --oneliner show job "$own") "
-if [[ $job == *" JobState=RUNNING "* ]] && [[ $asked == 1 || $job =~ " PreemptTime="[0-9] ]]; then
+if [[ $job == *" JobState=RUNNING "* ]] && [[ $asked == 1 || $status == 138 || $job =~ " PreemptTime="[0-9] ]]; then
     trap '' USR1 TERM  # the signals of requeueing must not end the queued job
     scontrol requeue "$own"
 fi

@@ -2,8 +2,8 @@
 # Trains under SLURM, submitted from any folder:  sbatch --nodes 4 PATH/launch/slurm_train.sh CONFIG [KEY=VALUE ...]
 # One task per node, which starts one process per GPU. Five minutes before the time is up, or on preemption, every process
 # gets SIGTERM and writes a checkpoint; then the job queues itself again and continues from there. scancel ends it, after a
-# checkpoint if KillWait is long enough. launch/torchrun.sh lists the variables. With another --signal B:USR1@S,
-# set TITANS_GRACE a little below S.
+# checkpoint if KillWait is long enough. launch/torchrun.sh lists the variables. With another --signal, USR1@S
+# or B:USR1@S, set TITANS_GRACE a little below S.
 #SBATCH --job-name titans
 #SBATCH --ntasks-per-node 1
 #SBATCH --gpus-per-node 8
@@ -50,10 +50,10 @@ while kill -0 "$step" 2>/dev/null; do  # a trap cuts wait short
     wait "$step" || status=$?
 done
 
-# A preemption sends SIGTERM to the steps alone: ask scontrol. A job that is cancelled, or that SLURM itself is queueing
-# again, is not RUNNING any more.
+# --signal USR1@S without B: sends SIGUSR1 to the steps alone, which end with 128 + 10. A preemption sends them SIGTERM: ask
+# scontrol. A job that is cancelled, or that SLURM itself is queueing again, is not RUNNING any more.
 job=" $(scontrol --oneliner show job "$own") "
-if [[ $job == *" JobState=RUNNING "* ]] && [[ $asked == 1 || $job =~ " PreemptTime="[0-9] ]]; then
+if [[ $job == *" JobState=RUNNING "* ]] && [[ $asked == 1 || $status == 138 || $job =~ " PreemptTime="[0-9] ]]; then
     trap '' USR1 TERM  # the signals of requeueing must not end the queued job
     scontrol requeue "$own"
 fi

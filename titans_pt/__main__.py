@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 from titans_pt.errors import EXIT_USER
+from titans_pt.tools.interrupts import quiet_imports
 from titans_pt.tools.stacks import stacks_to
 
 
@@ -47,6 +48,7 @@ def usable_home() -> None:
 
 
 def main() -> None:
+    quiet_imports()
     # Without this, pydantic reads the metadata of every installed package in search of plugins; our settings need none.
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
     usable_streams()

@@ -226,6 +226,17 @@ def test_slurm_queues_again_after_a_preemption_that_only_the_step_was_told_of(
     assert (tmp_path / "asked").exists() == queued
 
 
+@pytest.mark.parametrize("script", TRAINING)
+@pytest.mark.parametrize(("state", "queued"), [("RUNNING", True), ("COMPLETING", False)])
+def test_slurm_queues_again_after_sbatch_signal_without_b(stand_ins, start, tmp_path, script, state, queued):
+    """``sbatch --signal USR1@300`` signals the steps alone, whose processes save and end with 128 + SIGUSR1."""
+    slurm(stand_ins, tmp_path, f"exit {128 + signal.SIGUSR1}", f"JobState={state} PreemptTime=None")
+    process = start(script, "c.yaml", **SLURM)
+    process.communicate(timeout=30)
+    assert process.returncode == 128 + signal.SIGUSR1
+    assert (tmp_path / "asked").exists() == queued
+
+
 @pytest.mark.parametrize("script", ["slurm_prepare.sh", "slurm_evaluate.sh"])
 def test_a_job_without_an_array_has_a_log_with_a_sane_name(script):
     (name,) = re.findall(r"^#SBATCH --output (\S+)$", (ROOT / "launch" / script).read_text(), re.M)

@@ -175,6 +175,25 @@ def test_an_error_of_the_user_ends_the_job_at_once(cluster, tmp_path, prepared):
 
 
 @pytest.mark.parametrize("script", ["slurm_train.sh", "slurm_reproduce.sh"])
+def test_a_signal_to_the_steps_alone_queues_the_job_again(cluster, tmp_path, script):
+    """As with ``sbatch --signal USR1@S``, without B:."""
+    stub, events = tmp_path / "python", tmp_path / "events"
+    events.touch()
+    stub.write_text(f"""#!/usr/bin/env bash
+echo starts >> {events}
+trap 'sleep 1; echo saves >> {events}; exit 138' USR1
+while :; do sleep 0.2; done
+""")
+    stub.chmod(0o755)
+    job = Job(cluster, tmp_path, script, "c.yaml", flags="--gpus-per-node 1 --cpus-per-task 1", TITANS_PYTHON=str(stub))
+    job.wait("at work", lambda: "starts" in events.read_text())
+    cluster.run("scancel", "--signal", "USR1", job.number)
+    job.wait("queued again", lambda: job["Restarts"] == "1")
+    assert events.read_text() == "starts\nsaves\n"
+    job.cancel()
+
+
+@pytest.mark.parametrize("script", ["slurm_train.sh", "slurm_reproduce.sh"])
 def test_a_task_of_an_array_that_stops_and_queues_itself_again_leaves_the_others_alone(cluster, tmp_path, script):
     stub, events = tmp_path / "python", tmp_path / "events"
     events.touch()

@@ -20,11 +20,11 @@ def plan(config, ranks: int | None, memory: float | None):
     from titans_pt.errors import UserError
     from titans_pt.tasks import task_of
     from titans_pt.training.epochs import epochs_text, repeated
-    from titans_pt.training.plan import make_plan
+    from titans_pt.training.plan import make_plan, unkept
 
     task = task_of(config)
     plan = make_plan(task, ranks, gpu=None if memory is None else True)
-    print(plan.text())
+    print("\n".join([plan.text(), *(f"plan: warning: {line}" for line in unkept(config))]))
     try:
         data = task.open()
         print("\n".join([epochs_text(config, data), *(f"plan: warning: {line}" for line in repeated(config, data))]))

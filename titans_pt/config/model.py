@@ -193,10 +193,10 @@ class MemoryConfig(Section):
     mal, mab. ``model.memory.caching={}`` is the usual form, gated. Null: none."""
     write_cost: Annotated[float, Field(ge=0.0, le=1000.0)] = 0.0
     """Adds the gradient of write_cost times the mean write gate (0 to 1, over tokens and heads), which penalises
-    unnecessary writes. Reported losses exclude it. In tasks with answers (recall, needles) it applies to a row once 99
-    % of its answers are right. Only with theta=bounded. In other mixers the write gates are beta (deltanet,
-    gated_deltanet, deltaproduct, kda), the learning rate of ttt_linear and ttt_mlp, and gdn2's value gate; all further
-    mixers have none."""
+    unnecessary writes. Persistent tokens do not count. Reported losses exclude it. In tasks with answers (recall,
+    needles) it applies to a row once 99 % of its answers are right. Only with theta=bounded. In other mixers the
+    write gates are beta (deltanet, gated_deltanet, deltaproduct, kda), the learning rate of ttt_linear and ttt_mlp,
+    and gdn2's value gate; all further mixers have none."""
     save_every: Positive | None = None
     """Keep the memory's weights for the backward pass only at every save_every-th block and recompute the others: less
     memory, the same result. Null: the square root of the number of blocks. 1: for rules and reads that

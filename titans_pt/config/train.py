@@ -94,7 +94,8 @@ class TrainConfig(Section):
     keep_last: Positive = 3
     """Number of newest checkpoints to keep."""
     keep_every: Positive | None = None
-    """Keep checkpoints whose step is a multiple of this for good. Null: only the newest."""
+    """Keep checkpoints whose step is a multiple of this for good; it should be a multiple of checkpoint_every. Null:
+    only the newest."""
     checkpoint_shards: bool = False
     """True: all ranks write their shards in parallel. False: rank 0 gathers and writes whole tensors. Any number of
     ranks reads both formats; ``titans checkpoint merge`` turns shards into whole tensors."""

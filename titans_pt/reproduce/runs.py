@@ -293,11 +293,13 @@ def _torchrun(config: Config, ranks: int, claim: int) -> int:
     # WORLD_SIZE=1 replaces a cluster's count of workers: the new processes belong to this worker alone.
     environment = os.environ | {"TITANS_PROCESSES": str(ranks), "TITANS_NODES": "1", "WORLD_SIZE": "1"}
     with subprocess.Popen(words, env=environment, pass_fds=[claim]) as process:
-        before = signal.signal(signal.SIGTERM, lambda number, _frame: process.send_signal(number))
+        stops = (signal.SIGTERM, signal.SIGUSR1)  # unhandled, these would end this worker before the checkpoint
+        before = [signal.signal(number, lambda number, _frame: process.send_signal(number)) for number in stops]
         try:
             status = process.wait()
         finally:
-            signal.signal(signal.SIGTERM, before)
+            for number, handler in zip(stops, before, strict=True):
+                signal.signal(number, handler)
     if folder.diverged.exists():
         raise Diverged(folder.diverged.read_text().strip())
     return status

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from titans_pt.config import Config, WandbConfig
+from titans_pt.errors import UserError
+from titans_pt.runs.checkpoints import list_checkpoints
 from titans_pt.runs.folder import RunFolder
 from titans_pt.tools.files import write_text
 
@@ -135,6 +137,20 @@ class WandbLog:
     def _give_up(self, error: BaseException):
         self._run = None
         log.warning("W&B is off for the rest of this run (wandb.mode=disabled avoids this): %s", _line(error))
+
+
+def check_sweep(folder: RunFolder):
+    """
+    Raises:
+        UserError: this process trains a run of a W&B sweep, and the folder has the checkpoints of another run. Without
+            this check the training would continue from them, or find nothing left to do and report the other's figures.
+    """
+    own = os.environ.get("WANDB_SWEEP_ID") and os.environ.get("WANDB_RUN_ID")
+    noted, _ = _noted(folder.path)
+    if own and noted and noted != own and list_checkpoints(folder.checkpoints):
+        raise UserError(f"run.dir: {folder.path} has the checkpoints of the W&B run {noted}, and this is the run {own} "
+                        "of a sweep; give each run its own folder, with run.dir=runs/$WANDB_RUN_ID in the sweep's "
+                        "command")  # fmt: skip
 
 
 def resolve_mode(mode: str) -> str:

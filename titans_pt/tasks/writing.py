@@ -21,6 +21,9 @@ def write_gates(model: nn.Module, collect: bool = True) -> Iterator[list[Tensor]
     """Collect the write gates of every mixer that runs in the ``with`` block: each (rows, ...), 0 to 1, fp32. The list
     is filled when the block ends.
 
+    Persistent tokens are left out: they belong to no row, and how often they are written depends on the micro-batches
+    and context ranks that share the rows. Their share of the mean would depend on these.
+
     Args:
         collect: False collects nothing and costs nothing.
     """
@@ -32,10 +35,27 @@ def write_gates(model: nn.Module, collect: bool = True) -> Iterator[list[Tensor]
         # to the checkpointed layer, which is recomputed without the hook.
         return module.register_forward_hook(lambda _, given, made: seen.append((share, made)))
 
+    def pass_over(memory: Any):
+        """Shadow the method that writes persistent tokens by one that forgets their gates."""
+        write = memory.start_after
+
+        def start_after(prefix: Tensor) -> Any:
+            before = len(seen)
+            found = write(prefix)
+            del seen[before:]
+            return found
+
+        memory.start_after = start_after
+
     hooks = [watch(*gate) for gate in _gates(model)] if collect else []
+    memories = [module for module in model.modules() if collect and hasattr(module, "start_after")]
+    for memory in memories:
+        pass_over(memory)
     try:
         yield gates
     finally:
+        for memory in memories:
+            del memory.start_after
         for hook in hooks:
             hook.remove()
     gates += [share(made) for share, made in seen]
@@ -56,8 +76,8 @@ def with_write_cost(loss: Tensor, gates: list[Tensor], cost: float, rows: Tensor
         loss: a scalar.
         gates: from :func:`write_gates`; empty if no mixer ran.
         cost: factor of the mean gate. A tensor rank sees only the gates of its own heads and passes cost / ranks.
-        rows: (B,) fp32 weight of each row's gates in the mean; None: 1. Gates that belong to no row, those of
-            persistent tokens, get the mean weight.
+        rows: (B,) fp32 weight of each row's gates in the mean; None: 1. Gates that belong to no row get the mean
+            weight.
     """
     if not gates or not cost:
         return loss

@@ -20,6 +20,11 @@ import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 
+from titans_pt.tools.interrupts import quiet_imports
+
+if __name__ == "__main__":
+    quiet_imports()  # before torch is imported
+
 import torch
 from torch.distributed import DistError, TCPStore, run
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
@@ -223,6 +228,8 @@ def launch(program: Sequence[str]) -> int:
         run.run(run.parse_args([*words, *program]))
     except UserError as error:
         return _fail(str(error), EXIT_USER)
+    except KeyboardInterrupt:  # before there are processes, which this node starts once it has met the others
+        return _fail("interrupted", 128 + signal.SIGINT)
     except SignalException as stop:
         return 128 + stop.sigval
     except ChildFailedError as error:

@@ -25,7 +25,7 @@ from titans_pt.runs import checkpoints
 from titans_pt.runs.checkpoints import TrainerState
 from titans_pt.runs.folder import RunFolder
 from titans_pt.runs.tensorboard_log import TensorBoardLog
-from titans_pt.runs.wandb_log import WandbLog
+from titans_pt.runs.wandb_log import WandbLog, check_sweep
 from titans_pt.tasks import Samples, Task, TaskData, task_of
 from titans_pt.tools.files import check_room
 from titans_pt.tools.screen import say
@@ -33,7 +33,7 @@ from titans_pt.training.epochs import epochs_text, repeated
 from titans_pt.training.gauges import Gauges, lost_to
 from titans_pt.training.metrics import MetricsLog, Progress, peak_flops, read_metrics
 from titans_pt.training.patience import Patience
-from titans_pt.training.plan import make_plan
+from titans_pt.training.plan import make_plan, unkept
 from titans_pt.training.plots import plot_loss
 from titans_pt.training.probes import memory_probe
 from titans_pt.training.profiling import OutOfMemory, StepProfiler, Stopwatch
@@ -74,6 +74,7 @@ def train(config: Config) -> int:
         _check_alike(data, config, ranks)
         ranks.on_first(lambda: stack.enter_context(folder.opened()) and None)
         _check_shared(folder, ranks)
+        ranks.on_first(lambda: check_sweep(folder))
         ranks.on_first(lambda: _announce_epochs(config, data))
         stack.enter_context(watch.stacks_in(folder.stacks))
         trainer = Trainer(task, data, folder, ranks, signals, watch)
@@ -606,7 +607,7 @@ def _announce(task: Task, ranks: Ranks):
 
 
 def _announce_epochs(config: Config, data: TaskData):
-    """Prints how often the run reads its data; warns if a step repeats samples."""
+    """Prints how often the run reads its data; warns if a step repeats samples, or train.keep_every keeps too few."""
     print(epochs_text(config, data), flush=True)
-    for warning in repeated(config, data):
+    for warning in [*repeated(config, data), *unkept(config)]:
         log.warning("%s", warning)

@@ -1,6 +1,7 @@
 """Requirements of a training run before it starts: the grid of ranks, the batch, and estimated memory per rank."""
 
 import contextlib
+import math
 import os
 from dataclasses import dataclass
 from typing import Any
@@ -221,7 +222,7 @@ def cost_of(task: Task) -> Cost:
     freeze(model, train.trainable)
     parameters = sum(p.numel() for p in model.parameters())
     tokens = train.max_steps * train.batch_tokens
-    kept = train.keep_last + (train.max_steps // train.keep_every if train.keep_every else 0)
+    kept = train.keep_last + (train.max_steps // _steps_kept(config) if train.keep_every else 0)
     kept += bool(train.patience)  # the best checkpoint stays
     saved = -(-train.max_steps // train.checkpoint_every)
     saved += train.max_steps // train.eval_every if train.patience else 0  # each validation may be the best so far
@@ -231,6 +232,24 @@ def cost_of(task: Task) -> Cost:
     rows, length = task.sequences(tokens // config.data.seq_len, config.data.seq_len)
     one = WEIGHT_BYTES * parameters + MOMENT_BYTES * trained(model)
     return Cost(parameters, tokens, flops, checkpoints * one, one, rows * length)
+
+
+def _steps_kept(config: Config) -> int:
+    """Steps between checkpoints that train.keep_every keeps for good: it keeps those that are written anyway."""
+    written = [every for every in (config.train.checkpoint_every, config.evaluation.every) if every]
+    return min(math.lcm(config.train.keep_every or 1, every) for every in written)
+
+
+def unkept(config: Config) -> list[str]:
+    """A warning if checkpoints that train.keep_every would keep are never written; else nothing."""
+    train = config.train
+    if train.keep_every is None or (steps := _steps_kept(config)) == train.keep_every:
+        return []
+    last, written = train.max_steps, train.checkpoint_every
+    kept = f"only one every {steps} steps" if steps <= last else f"none up to train.max_steps={last}"
+    return [f"train.keep_every={train.keep_every}: checkpoints are written every {written} steps, and it keeps {kept}; "
+            f"set train.keep_every={-(-train.keep_every // written) * written}, or "
+            f"train.checkpoint_every={math.gcd(train.keep_every, written)}"]  # fmt: skip
 
 
 class _Rehearsal(RankGroup):

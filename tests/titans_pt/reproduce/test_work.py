@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -14,7 +15,9 @@ import pytest
 
 from tests.helpers.processes import ENVIRONMENT
 from titans_pt.cli import run as titans
+from titans_pt.config.files import load_config
 from titans_pt.errors import Diverged, UserError
+from titans_pt.reproduce import runs
 from titans_pt.reproduce import work as working
 from titans_pt.reproduce.claims import claim
 from titans_pt.reproduce.records import Records
@@ -93,6 +96,30 @@ def test_work_goes_by_worth_and_leaves_to_others_what_they_do(tmp_path, monkeypa
         status = working.work([probe, whole, taken, later], tmp_path, Records(tmp_path), 1, lambda: pages.append(1))
     assert (status, log, len(pages)) == (0, ["later", "whole"], 2)
     assert not taken.done
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_worker_passes_a_stop_on_and_waits_for_the_checkpoint(tmp_path, tiny, monkeypatch, number):
+    stub, started = tmp_path / "python", tmp_path / "started"
+    stub.write_text(f"""#!/usr/bin/env bash
+trap 'sleep 0.2; touch {tmp_path}/saved; exit {128 + number}' {number.name[3:]}
+touch {started}
+while :; do sleep 0.05; done
+""")
+    stub.chmod(0o755)
+    monkeypatch.setattr(runs.sys, "executable", str(stub))
+
+    def stop():
+        while not started.exists():
+            time.sleep(0.02)
+        os.kill(os.getpid(), number)
+
+    before = signal.getsignal(number)
+    threading.Thread(target=stop).start()
+    with claim(tmp_path / "claim") as descriptor:
+        config = load_config(tiny(run={"dir": str(tmp_path / "run")}))
+        assert runs._torchrun(config, 2, descriptor) == 128 + number
+    assert (tmp_path / "saved").exists() and signal.getsignal(number) == before
 
 
 def test_a_training_that_is_stopped_stops_the_work(tmp_path):

@@ -11,6 +11,7 @@ import wandb
 
 from titans_pt.config import Config
 from titans_pt.config.files import load_config
+from titans_pt.errors import UserError
 from titans_pt.runs.folder import RunFolder
 from titans_pt.runs.wandb_log import FINISH_TIMEOUT, WandbLog, resolve_mode
 from titans_pt.training import loop
@@ -340,3 +341,18 @@ def test_results_of_a_trainings_evaluations_go_to_its_own_run(tiny, ranks, monke
                 wandb={"mode": "offline", "evaluation": True})  # fmt: skip
     assert loop.train(load_config(path)) == 0
     assert events == ["train/loss", "evaluation", "train/loss", "evaluation", "finish"]
+
+
+@pytest.mark.usefixtures("one_group")
+def test_a_run_of_a_sweep_does_not_continue_another(tiny, tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_SWEEP_ID", "a-sweep")
+    monkeypatch.setenv("WANDB_RUN_ID", "first")
+    path = tiny(run={"dir": str(tmp_path / "run")}, train={"max_steps": 3})
+    assert loop.train(load_config(path, ["train.stop_at=1", "wandb.mode=offline"])) == 0
+    monkeypatch.setenv("WANDB_RUN_ID", "second")
+    with pytest.raises(UserError, match="run.dir: .* W&B run first, and this is the run second of a sweep; give each"):
+        loop.train(load_config(path, ["train.lr=0.001"]))
+    monkeypatch.setenv("WANDB_RUN_ID", "first")
+    assert loop.train(load_config(path, ["train.stop_at=2"])) == 0, "an agent that was started again"
+    path = tiny(run={"dir": str(tmp_path / "$WANDB_RUN_ID")})
+    assert load_config(path).run.dir == str(tmp_path / "first"), "the documented command"

@@ -20,7 +20,7 @@ def test_gates_are_shares_of_the_step_bound():
     model = build_model(load_config("configs/recall.yaml", MODEL).model)
     with write_gates(model) as gates:
         model(torch.arange(30).view(3, 10))
-    assert sum(len(gate) == 3 for gate in gates) == 1, "one memory over the rows; its persistent tokens are a row apart"
+    assert [len(gate) for gate in gates] == [3], "one memory over the rows; its persistent tokens do not count"
     for gate in gates:
         assert gate.min() > 0 and gate.max() < 1
         assert float(gate.mean()) == pytest.approx(0.5, abs=0.1), "model.memory.theta_init"
@@ -111,6 +111,27 @@ def test_language_pays_at_every_token():
     assert free == dear and float(after[0] - before[0]) > 0.01, "descent then lowers the gate"
     value, checkpointed = gradient(3, again=True)
     assert value == dear and torch.allclose(checkpointed, after, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("mixer", ["lmm", "mag", "mal", "mac", "lmm+hierarchy"])
+def test_the_cost_is_the_same_in_any_micro_batches(mixer):
+    """One micro-batch of four rows or two of two rows: persistent tokens are written once in each."""
+    name, _, levels = mixer.partition("+")
+    words = [f"model.mixers=[{name}]", *MODEL[1:], "task=language", "train.stop_when=null", "model.persistent_tokens=7",
+             "model.memory.write_cost=5", *(["model.memory.hierarchy={}"] if levels else [])]  # fmt: skip
+    task = TASKS.find("language")(load_config("configs/recall.yaml", words))
+    torch.manual_seed(0)
+    loss = task.objective(task.build_model(), RankGroup()).double()
+    ids = torch.randint(64, (4, 33))
+
+    def gradients(size):
+        loss.zero_grad()
+        for part in ids.split(size):
+            (loss(part, None) * size / 4).backward()
+        return {name: p.grad.clone() for name, p in loss.named_parameters() if p.grad is not None}
+
+    whole, parts = gradients(4), gradients(2)
+    assert whole and max(float((whole[name] - parts[name]).abs().max()) for name in whole) < 1e-9
 
 
 @pytest.mark.parametrize(

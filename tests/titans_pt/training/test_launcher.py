@@ -124,6 +124,20 @@ def test_a_second_interrupt_reaches_the_processes(start, tmp_path):
     assert "Traceback" not in err
 
 
+@pytest.mark.thorough
+def test_an_interrupt_while_it_waits_for_other_nodes_is_one_line(start, tmp_path):
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    process = start(SAVES, "1", NODES="2", MASTER=f"localhost:{port}", HOST="1")
+    while not launcher._store("localhost", port):
+        assert process.poll() is None, process.stderr.read()
+        time.sleep(0.2)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=120)
+    assert (process.returncode, err) == (130, "titans: error: interrupted\n")
+
+
 STACKS = """
 import signal, sys, time
 from pathlib import Path

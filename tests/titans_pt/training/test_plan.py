@@ -12,7 +12,7 @@ from titans_pt.tasks import Task, task_of
 from titans_pt.tasks.language import Language
 from titans_pt.tasks.next_token import NextTokenLoss
 from titans_pt.training import loop
-from titans_pt.training.plan import GIB, _activation_bytes, _FusedNorms, _mixers, _Saved, make_plan
+from titans_pt.training.plan import GIB, _activation_bytes, _FusedNorms, _mixers, _Saved, cost_of, make_plan, unkept
 
 SIZE = {"d_model": 64, "n_layers": 4, "n_heads": 4, "mlp_hidden": 96}
 
@@ -199,3 +199,25 @@ def test_the_page_has_the_plans_of_all_sizes():
             config.train.max_steps * config.train.batch_tokens / 1e9
         )
         assert cells.split(" | ")[4:] == [f"{plan.total / GIB:.1f}" for plan in plans], size
+
+
+@pytest.mark.parametrize(("changes", "says"), [
+    ({"keep_every": 6}, "checkpoints are written every 4 steps, and it keeps only one every 12 steps; set "
+                        "train.keep_every=8, or train.checkpoint_every=2"),
+    ({"keep_every": 21}, "keeps none up to train.max_steps=40; set train.keep_every=24, or train.checkpoint_every=1"),
+    ({"keep_every": 8}, None), ({}, None), ({"keep_every": 6, "checkpoint_every": 3}, None),
+])  # fmt: skip
+def test_checkpoints_to_keep_that_are_never_written_are_told(config, changes, says):
+    found = unkept(config(train={"max_steps": 40, "checkpoint_every": 4, "batch_tokens": 1024} | changes))
+    assert [says in line for line in found] == ([True] if says else [])
+
+
+def test_an_evaluation_writes_checkpoints_to_keep(config):
+    train = {"keep_every": 6, "checkpoint_every": 4, "batch_tokens": 1024}
+    assert unkept(config(train=train, evaluation={"every": 3})) == []
+
+
+def test_the_disk_is_for_the_checkpoints_that_are_kept(config):
+    train = {"max_steps": 100, "checkpoint_every": 4, "keep_last": 1, "batch_tokens": 1024}
+    cost = cost_of(task_of(config(train=train | {"keep_every": 6})))
+    assert cost.disk == (1 + 100 // 12) * cost.one
