@@ -13,6 +13,7 @@ import json
 import logging
 import random
 import tempfile
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,6 +26,7 @@ import yaml
 from titans_pt.config import Config
 from titans_pt.data_pipeline import StreamDecoder
 from titans_pt.errors import UserError
+from titans_pt.evaluation.caching import check_without_prompts, with_caches
 from titans_pt.evaluation.perplexity import token_losses
 from titans_pt.runs.loaded import LoadedRun, load_run
 from titans_pt.streaming import best_device, continuation_logits, device_of, prefill, sample
@@ -43,6 +45,7 @@ try:
     from lm_eval.models.utils import normalize_gen_kwargs
     from lm_eval.tasks import TaskManager
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+    from transformers.utils.chat_template_utils import render_jinja_template
 except ImportError as error:
     raise UserError(f"lm-eval: cannot be imported ({error}); install it: pip install 'titans-pt[eval]'") from None
 
@@ -74,6 +77,16 @@ AVERAGED = {
 """The accuracies of the paper's Table 1."""
 _SEED = 1234
 """lm-eval's seed of few-shot examples and of NumPy."""
+_OF_EVERY_MODEL = {"batch_size", "max_batch_size", "trust_remote_code"}
+"""Arguments that lm-eval's program passes to every model, and that this one does not need."""
+
+
+def _loaded(folder: str, checkpoint: int | None, device: str, settings: dict[str, Any]) -> LoadedRun:
+    """A run with its read caches, under settings as lm-eval's program parses them."""
+    words = [f"{name}={value if isinstance(value, str) else json.dumps(value)}" for name, value in settings.items()]
+    run = load_run(folder, checkpoint, device, words)
+    check_without_prompts(run.config, "lm-eval")
+    return with_caches(run)
 
 
 @register_model("titans")
@@ -84,9 +97,18 @@ class TitansLM(TemplateLM):
         run: a run, or its folder.
         checkpoint: a step; None is the newest.
         prefill_tokens: see evaluation.prefill_tokens; None is the run's.
-        max_length: see evaluation.commonsense.max_length; None is the length of training.
-        unused: batch_size, device and the like, which lm-eval passes to every model.
+        max_length: see evaluation.commonsense.max_length; None is the run's.
+        device: where a folder's model is loaded; None, or a GPU (lm-eval's default) that is missing: a GPU if there is
+            one.
+        settings: ``evaluation.KEY=VALUE`` for a folder, which replace the run's own (its read caches, for example).
+            batch_size and the like, which lm-eval passes to every model, have no effect.
+
+    Raises:
+        UserError: another setting, or ``load_run`` or ``with_caches`` refuses the run.
     """
+
+    _chats = False
+    """Whether texts come from a chat template, and spell control tokens."""
 
     def __init__(
         self,
@@ -94,14 +116,21 @@ class TitansLM(TemplateLM):
         checkpoint: int | None = None,
         prefill_tokens: int | None = None,
         max_length: int | None = None,
-        **unused: Any,
+        device: str | None = None,
+        **settings: Any,
     ):
         super().__init__()
+        settings = {name: value for name, value in settings.items() if name not in _OF_EVERY_MODEL}
+        for name in settings:
+            if isinstance(run, LoadedRun) or not name.startswith("evaluation."):
+                raise UserError(f"{name}: no argument of the model titans; allowed: run, checkpoint, prefill_tokens, "
+                                "max_length, device and, with a run's folder, evaluation.KEY=VALUE")  # fmt: skip
         if not isinstance(run, LoadedRun):
-            run = load_run(run, checkpoint, best_device())
+            missing = device is None or device.startswith("cuda") and not torch.cuda.is_available()
+            run = _loaded(run, checkpoint, best_device() if missing else device, settings)
         self.model, self.titans_tokenizer = run.model, run.tokenizer
         self.prefill_tokens = prefill_tokens or run.config.evaluation.prefill_tokens
-        self.max_length = max_length or run.config.data.seq_len
+        self.max_length = max_length or run.config.evaluation.commonsense.max_length or run.config.data.seq_len
         self._device = device_of(run.model)
 
     @property
@@ -110,7 +139,52 @@ class TitansLM(TemplateLM):
 
     @property
     def tokenizer_name(self) -> str:
-        return self.titans_tokenizer.sha256
+        """Name of the tokenizer and its chat template, by which lm-eval finds the prompts that it has stored."""
+        return digest(self.titans_tokenizer.sha256, self.titans_tokenizer.chat_template)
+
+    def chat_template(self, chat_template: bool | str = False) -> str:
+        """The template that :meth:`apply_chat_template` applies.
+
+        Raises:
+            UserError: the run's tokenizer has none.
+        """
+        template = self.titans_tokenizer.chat_template
+        if template is None:
+            raise UserError("--apply_chat_template: set, but the run's tokenizer has no chat template; leave it out")
+        self._chats = True
+        return template
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """Text of a chat, as transformers' tokenizers write it; texts may spell control tokens from then on.
+
+        As with lm-eval's own models, a system message is left out if the template refuses it.
+
+        Args:
+            chat_history: messages, each with its role and content.
+            add_generation_prompt: end with the beginning of an answer; else in the middle of the last message.
+
+        Raises:
+            UserError: the run's tokenizer has no template.
+        """
+        template, tokenizer = self.chat_template(True), self.titans_tokenizer
+        ends = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id}
+
+        def written(chat: list[dict[str, str]]) -> str:
+            texts, _ = render_jinja_template(
+                [chat], chat_template=template, add_generation_prompt=add_generation_prompt,
+                continue_final_message=not add_generation_prompt,
+                **{name: tokenizer.names[i] for name, i in ends.items() if i >= 0},
+            )  # fmt: skip
+            return texts[0]
+
+        try:
+            return written(chat_history)
+        except TemplateError as error:
+            without = [message for message in chat_history if message["role"] != "system"]
+            if without == chat_history:
+                raise
+            warnings.warn(f"the chat template refuses system messages ({error}); left out", stacklevel=2)
+            return written(without)
 
     @property
     def prefix_token_id(self) -> int:
@@ -121,7 +195,9 @@ class TitansLM(TemplateLM):
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **unused: Any) -> list[int]:
         """Ids of a text that begins a document, as in training; with ``add_special_tokens=False`` of the text alone."""
         tokenizer = self.titans_tokenizer
-        return tokenizer.encode(string) if add_special_tokens is False else tokenizer.document(string)
+        ids = tokenizer.encode_spelled(string) if self._chats else tokenizer.encode(string)
+        begin = [] if add_special_tokens is False else list(tokenizer.begin)
+        return ids if ids[: len(begin)] == begin else [*begin, *ids]
 
     def _loglikelihood_tokens(self, requests, **unused: Any) -> list[tuple[float, bool]]:
         """Read a context once for consecutive requests that share it: each continuation forks the state."""

@@ -109,6 +109,27 @@ def test_a_rolling_likelihood_is_lm_evals_window_by_window(loaded):
     assert commonsense.TitansLM(loaded).max_length == loaded.config.data.seq_len
 
 
+def test_lm_evals_program_gives_a_run_settings(tmp_path, prepared):
+    """As parsed from --model_args, with what the program adds for every model."""
+    folder = str(untrained_run(tmp_path / "run", prepared, mixers=["lmm"]))
+    every = {"batch_size": 1, "device": "cuda:0" if not torch.cuda.is_available() else "cpu"}
+    settings = {"evaluation.caching.segment": 8, "evaluation.caching.shares": "average", "evaluation.prefill_tokens": 4,
+                "evaluation.commonsense.max_length": 9}  # fmt: skip
+    plain = commonsense.TitansLM.create_from_arg_obj({"run": folder}, every)
+    lm = commonsense.TitansLM.create_from_arg_obj({"run": folder, **settings}, every)
+    again = commonsense.TitansLM.create_from_arg_obj(
+        {"run": folder, "evaluation.caching": {"segment": 8, "shares": "average"}}, every
+    )
+    assert (lm.prefill_tokens, lm.max_length) == (4, 9) and lm.device == torch.device("cpu")
+    pair = [request("abc dea fo nk abc dea fo nk abc dea", " abc")]
+    [(found, _)], [(same, _)], [(without, _)] = (each.loglikelihood(pair) for each in (lm, again, plain))
+    assert found == pytest.approx(same, rel=1e-4) and found != pytest.approx(without, rel=1e-4)
+    with pytest.raises(UserError, match="checkpont: no argument of the model titans; allowed: run, checkpoint, pre"):
+        commonsense.TitansLM(folder, checkpont=3)
+    with pytest.raises(UserError, match="evaluation.caching.last: set, but lm-eval has no prompts"):
+        commonsense.TitansLM(folder, **{"evaluation.caching": {"segment": 8, "last": 2}})
+
+
 def test_a_context_of_spaces_is_read_with_the_continuation(loaded):
     before, ids = [loaded.tokenizer.eos_id], loaded.tokenizer.encode("\n abc")
     expected, _ = likelihood(loaded, [*before, *ids], 1)
