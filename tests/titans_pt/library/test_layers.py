@@ -260,5 +260,13 @@ def test_a_keyword_that_a_layer_would_ignore_is_refused():
         UserError, match="MAG: keyword 'window' is a setting of the layer and of its memory's rule; give"
     ):
         MAG(16, rule="omega", window=8)
+    for make, name in [(lambda: LMM(16, n_heads=4, memory={"n_heads": 2}), "n_heads"),
+                       (lambda: mixer("hope", 16, n_heads=4, memory={"n_heads": 2}), "n_heads"),
+                       (lambda: LMM(16, chunk_size=4, memory={"chunk_size": 2}), "chunk_size")]:  # fmt: skip
+        with pytest.raises(UserError, match=f"{name}: given 4, and 2 in memory.*; give one of them"):
+            make()
+    assert LMM(16, n_heads=2, chunk_size=4, memory={"n_heads": 2, "chunk_size": 4}).memory.q.n_heads == 2
+    two = MAC(16, n_heads=4, memory={"n_heads": 2})
+    assert (two.attention.n_heads, two.memory.q.n_heads) == (4, 2)
     layer = MAG(16, window=8, memory={"rule": "omega", "omega": {"window": 2}})
     assert (layer.attention.window, layer.memory.gates.rule.window) == (8, 2)
