@@ -182,6 +182,29 @@ def test_a_state_of_other_rows_is_refused():
         layer(torch.randn(3, 4, 16), state)
 
 
+LEVELS = {"chunk": 4, "shard": 8, "locals": [2]}
+
+
+@pytest.mark.parametrize("kind, settings, others", [
+    (LMM, {}, {"n_heads": 1}),
+    (LMM, {}, {"depth": 2}),
+    (LMM, {"persistent_tokens": 0}, {"persistent_tokens": 0, "n_heads": 1}),
+    (LMM, {}, {"hierarchy": LEVELS}),
+    (LMM, {"hierarchy": LEVELS}, {}),
+    (LMM, {"hierarchy": LEVELS}, {"hierarchy": LEVELS, "n_heads": 1}),
+    (MAC, {}, {"n_heads": 1}),
+    (MAC, {}, {"memory": {"n_heads": 1}}),
+    (MAC, {}, {"depth": 2}),
+    (MAG, {}, {"memory": {"n_heads": 1}}),
+    (MAL, {}, {"n_heads": 1}),
+])  # fmt: skip
+def test_a_state_of_another_layer_is_one_line(kind, settings, others):
+    one, other = (kind(16, **MIXER | OWN[kind] | own) for own in (settings, others))
+    with pytest.raises(ValueError, match="^(state: given|neural_memory: initial_state is of another memory)") as error:
+        other(torch.randn(2, 5, 16), one(torch.randn(2, 6, 16))[1])
+    assert "\n" not in str(error.value)
+
+
 def test_a_rules_own_settings_are_keywords():
     layer = NeuralMemory(16, n_heads=2, chunk_size=4, rule="omega", window=3)
     assert layer.config.section("omega")["window"] == 3
