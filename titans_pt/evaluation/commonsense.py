@@ -16,6 +16,7 @@ import tempfile
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -49,32 +50,35 @@ try:
 except ImportError as error:
     raise UserError(f"lm-eval: cannot be imported ({error}); install it: pip install 'titans-pt[eval]'") from None
 
+
+@dataclass(frozen=True)
+class Stock:
+    """A task of lm-eval that can be run on a local file.
+
+    file: where lm-eval defines it. columns: those that the definition reads. averaged: its accuracy in the average of
+    the paper's Table 1.
+    """
+
+    file: str
+    columns: tuple[str, ...] = ()
+    averaged: str | None = None
+
+
+_ARC = ("question", "choices", "answerKey")
 STOCK = {
-    "wikitext": "wikitext/wikitext.yaml",
-    "lambada_openai": "lambada/lambada_openai.yaml",
-    "piqa": "piqa/piqa.yaml",
-    "hellaswag": "hellaswag/hellaswag.yaml",
-    "winogrande": "winogrande/default.yaml",
-    "arc_easy": "arc/arc_easy.yaml",
-    "arc_challenge": "arc/arc_challenge.yaml",
-    "social_iqa": "siqa/siqa.yaml",
-    "boolq": "super_glue/boolq/default.yaml",
+    "wikitext": Stock("wikitext/wikitext.yaml", ("page",)),
+    "lambada_openai": Stock("lambada/lambada_openai.yaml", ("text",), "acc"),
+    "piqa": Stock("piqa/piqa.yaml", ("goal", "sol1", "sol2", "label"), "acc"),
+    "hellaswag": Stock(
+        "hellaswag/hellaswag.yaml", ("activity_label", "ctx_a", "ctx_b", "endings", "label"), "acc_norm"
+    ),
+    "winogrande": Stock("winogrande/default.yaml", ("sentence", "option1", "option2", "answer"), "acc"),
+    "arc_easy": Stock("arc/arc_easy.yaml", _ARC, "acc"),
+    "arc_challenge": Stock("arc/arc_challenge.yaml", _ARC, "acc_norm"),
+    "social_iqa": Stock("siqa/siqa.yaml", ("context", "question", "answerA", "answerB", "answerC", "label"), "acc"),
+    "boolq": Stock("super_glue/boolq/default.yaml", ("passage", "question", "label"), "acc"),
 }
-"""Files in which lm-eval defines the tasks that can be run on local files."""
-COLUMNS = {
-    "wikitext": ("page",), "lambada_openai": ("text",), "piqa": ("goal", "sol1", "sol2", "label"),
-    "hellaswag": ("activity_label", "ctx_a", "ctx_b", "endings", "label"),
-    "winogrande": ("sentence", "option1", "option2", "answer"),
-    "arc_easy": ("question", "choices", "answerKey"), "arc_challenge": ("question", "choices", "answerKey"),
-    "social_iqa": ("context", "question", "answerA", "answerB", "answerC", "label"),
-    "boolq": ("passage", "question", "label"),
-}  # fmt: skip
-"""Columns that lm-eval's definitions read."""
-AVERAGED = {
-    "lambada_openai": "acc", "piqa": "acc", "hellaswag": "acc_norm", "winogrande": "acc", "arc_easy": "acc",
-    "arc_challenge": "acc_norm", "social_iqa": "acc", "boolq": "acc",
-}  # fmt: skip
-"""The accuracies of the paper's Table 1."""
+"""Tasks that can be run on local files."""
 _SEED = 1234
 """lm-eval's seed of few-shot examples and of NumPy."""
 _OF_EVERY_MODEL = {"batch_size", "max_batch_size", "trust_remote_code"}
@@ -407,12 +411,13 @@ class Commonsense:
                 key: list(wilson(value * n, n)) for key, value in figures.items() if key in ("acc", "acc_norm")
             }
             tasks[task] = {"n": n, **figures, "intervals": intervals}
-        accuracies = [tasks[task][metric] for task, metric in AVERAGED.items() if task in tasks]
+        averaged = {task: stock.averaged for task, stock in STOCK.items() if stock.averaged and task in tasks}
+        accuracies = [tasks[task][metric] for task, metric in averaged.items()]
         return {
             "lm_eval": lm_eval.__version__,
             "tasks": tasks,
             "average": sum(accuracies) / len(accuracies) if accuracies else None,
-            "averaged": {task: metric for task, metric in AVERAGED.items() if task in tasks},
+            "averaged": averaged,
         }
 
     def table(self, summary: dict) -> str:
@@ -462,9 +467,9 @@ def _local_tasks(folder: Path, tasks: list[str], data: str) -> TaskManager:
                 "add the file, or set evaluation.commonsense.data=hub"
             )
         if data != "package":
-            _check_rows(file, COLUMNS.get(task, ()))
+            _check_rows(file, STOCK[task].columns)
         definition = {
-            "include": str(Path(lm_eval.__file__).parent / "tasks" / STOCK[task]), "task": task,
+            "include": str(Path(lm_eval.__file__).parent / "tasks" / STOCK[task].file), "task": task,
             "dataset_path": "json", "dataset_name": None, "dataset_kwargs": {"data_files": {"test": str(file)}},
             "training_split": None, "validation_split": None, "test_split": "test",
         }  # fmt: skip

@@ -206,7 +206,7 @@ def parity(loaded, tmp_path, monkeypatch):
         (tmp_path / "parity.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         (tmp_path / "tool.py").write_text("def count(doc, results):\n    return {'different': len(set(results[0]))}\n")
         (tmp_path / "parity.yaml").write_text(definition)
-        monkeypatch.setitem(commonsense.STOCK, "parity", str(tmp_path / "parity.yaml"))
+        monkeypatch.setitem(commonsense.STOCK, "parity", commonsense.Stock(str(tmp_path / "parity.yaml")))
         words = [f"evaluation.commonsense.data={tmp_path}", "evaluation.commonsense.tasks=[parity]"]
         return commonsense.Commonsense(loaded, validated(loaded.config.model_dump(mode="json"), words))
 
@@ -304,7 +304,7 @@ def test_needles_through_lm_eval_score_as_in_our_runner(run, tmp_path, monkeypat
     names = "process_results, aggregate_metrics"
     (tmp_path / "common_utils.py").write_text(f"from lm_eval.tasks.ruler.common_utils import {names}\n")
     local.write_text("\n".join([*kept, "process_results: !function common_utils.process_results", ""]))
-    monkeypatch.setitem(commonsense.STOCK, "niah_single_1", str(local))
+    monkeypatch.setitem(commonsense.STOCK, "niah_single_1", commonsense.Stock(str(local)))
     (tmp_path / "yaml").mkdir()
     manager = commonsense._local_tasks(tmp_path / "yaml", ["niah_single_1"], str(tmp_path))
     lm = commonsense.TitansLM(loaded)
