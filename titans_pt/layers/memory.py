@@ -158,8 +158,8 @@ class NeuralMemoryState:
 def check_kind(state: Any, kind: type):
     """Raise ValueError if ``state`` is neither None nor a ``kind``."""
     if not isinstance(state, (kind, NoneType)):
-        raise ValueError(f"state: given a {type(state).__name__}, of a memory with another model.memory.hierarchy; "
-                         f"here a {kind.__name__}")  # fmt: skip
+        raise ValueError(f"state: given a {type(state).__name__}; this memory takes a {kind.__name__}: pass a state of "
+                         "the same mixer and model.memory.hierarchy")  # fmt: skip
 
 
 def check_start(start: tuple[Tensor, ...], learned: tuple[Tensor, ...]):
