@@ -143,7 +143,9 @@ class TitansLM(TemplateLM):
 
     @property
     def tokenizer_name(self) -> str:
-        """Name of the tokenizer and its chat template, by which lm-eval finds the prompts that it has stored."""
+        """Name of the tokenizer and its chat template, by which lm-eval finds the chats that it has stored. It asks for
+        the name with chats alone, and then may apply no template."""
+        self._chats = self.titans_tokenizer.chat_template is not None
         return digest(self.titans_tokenizer.sha256, self.titans_tokenizer.chat_template)
 
     def chat_template(self, chat_template: bool | str = False) -> str:

@@ -179,6 +179,9 @@ def test_lm_eval_reads_a_chat_as_with_transformers(tokenizer, tmp_path):
         assert lm.tok_encode(text) == theirs.apply_chat_template(chat, return_dict=False, **more)
         assert lm.tok_encode(text, add_special_tokens=False) == lm.tok_encode(text)
     assert lm.chat_template(True) == template
+    with_stored_prompts = TitansLM(run)
+    assert with_stored_prompts.tokenizer_name == lm.tokenizer_name
+    assert with_stored_prompts.tok_encode(text) == lm.tok_encode(text)
     with pytest.warns(UserWarning, match="refuses system messages"):
         assert lm.apply_chat_template([{"role": "system", "content": "s"}, *chat], add_generation_prompt=False) == text
     stored, run.tokenizer.chat_template = lm.tokenizer_name, None
