@@ -41,11 +41,14 @@ def recordable(tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
 def transformed() -> str | None:
     """Reason why only PyTorch's operators can serve a call here; None elsewhere, and while a graph is compiled.
 
-    Inside torch.func's transforms, tensors have no memory of their own. Inside
+    Inside torch.func's transforms, tensors have no memory of their own. torch.jit.trace would not see what kernels in C
+    write. Inside
     torch.autograd.forward_ad.dual_level(), also under no_grad(), results of other kernels would silently lack tangents.
     """
     if torch.compiler.is_compiling():
         return None
+    if torch.jit.is_tracing():
+        return "torch.jit.trace records PyTorch's operators alone"
     if torch.autograd.forward_ad._current_level >= 0:
         return "derivatives are computed forward, which PyTorch's operators alone can do"
     if torch._C._functorch.peek_interpreter_stack() is not None:
@@ -56,11 +59,13 @@ def transformed() -> str | None:
 def refuse_export(what: str):
     """
     Raises:
-        UserError: torch.export traces a call of ``what``, whose loop stays outside graphs.
+        UserError: torch.export or torch.jit.trace traces a call of ``what``, whose loop stays outside graphs.
     """
-    if torch.compiler.is_exporting():
-        raise UserError(f"torch.export: given {what}, whose loop over blocks of tokens is in no graph here; compile "
-                        "the model with torch.compile, or export only its other parts")  # fmt: skip
+    traced = torch.jit.is_tracing()
+    if traced or torch.compiler.is_exporting():
+        raise UserError(f"{'torch.jit.trace' if traced else 'torch.export'}: given {what}, whose loop over blocks of "
+                        "tokens is in no graph here; compile the model with torch.compile, or export only its other "
+                        "parts")  # fmt: skip
 
 
 def warn_once(message: str):

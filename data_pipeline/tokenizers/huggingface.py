@@ -84,6 +84,14 @@ class HuggingFaceTokenizer(Tokenizer):
         encoded = iter(self._tokenizer.encode_batch_fast(short, add_special_tokens=False))
         return [self._encode_parts(text) if len(text) > _STRETCH else next(encoded).ids for text in texts]
 
+    def encode_spelled(self, text: str) -> list[int]:
+        """Ids of a text in which control tokens are spelled, as a chat template writes it: they become these tokens."""
+        self._tokenizer.encode_special_tokens = False
+        try:
+            return self._encode(text)
+        finally:
+            self._tokenizer.encode_special_tokens = True
+
     def _encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 

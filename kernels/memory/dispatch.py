@@ -145,6 +145,8 @@ def self_modifying_memory(
 
 def _served(call: MemoryCall, output_final_state: bool, backend: str) -> tuple[Tensor, MemoryState | None]:
     """Checks a call and runs it by the implementation that serves it."""
+    if torch.jit.is_tracing():
+        refuse_export("a memory")
     call.check()
     if torch.compiler.is_compiling() and _breaks_the_graph(call, backend):
         refuse_export("a memory")

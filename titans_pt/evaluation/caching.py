@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from titans_pt.config import ReadCachingConfig
+from titans_pt.config import Config, ReadCachingConfig
 from titans_pt.config.sections import own_section
 from titans_pt.errors import UserError
 from titans_pt.layers.caching import Caching
@@ -63,6 +63,14 @@ def cache_memories(model: nn.Module, given: ReadCachingConfig) -> ReadCachingCon
         memory.caching = Caching(linear.in_features, linear.out_features, memory.q.n_heads, config)
         memory.caching.u = trained.u if trained is not None and config.learned else None
     return config
+
+
+def check_without_prompts(config: Config, reader: str):
+    """Raise UserError if ``evaluation.caching.last`` is set for a ``reader`` that has no prompts."""
+    caching = config.evaluation.caching
+    if caching is not None and caching.last is not None:
+        raise UserError(f"evaluation.caching.last: set, but {reader} has no prompts; name a suite that has (--suite "
+                        "needle), or leave it out: all tokens read the caches")  # fmt: skip
 
 
 @contextmanager

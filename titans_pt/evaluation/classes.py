@@ -9,7 +9,7 @@ from titans_pt.config import Config
 from titans_pt.errors import UserError
 from titans_pt.genomics import prepared
 from titans_pt.genomics.alphabet import PAD, encoded
-from titans_pt.genomics.baselines import columns, distinct, score
+from titans_pt.genomics.baselines import columns, confusion, distinct, score
 from titans_pt.genomics.sets import centre
 from titans_pt.runs.loaded import LoadedRun
 from titans_pt.streaming import device_of
@@ -56,7 +56,8 @@ class ClassesOfTest:
         return {"by": name, "first": start, "predicted": logits.argmax(-1).tolist()}
 
     def summary(self, records: list[dict]) -> dict:
-        """Accuracy of each column with its Wilson 95 % interval, the correlation, and the set's baselines."""
+        """Accuracy of each column with its Wilson 95 % interval, the correlation and the counts of each class's
+        predictions, and the set's baselines."""
         labels, classes = self.given.test.labels, len(self.given.classes)
         by: dict[str, list[int]] = {}
         for record in records:
@@ -66,7 +67,8 @@ class ClassesOfTest:
             predicted = np.array(by["test" if name == "distinct" else name], np.int64)
             kept = distinct(self.given) if name == "distinct" else np.ones(len(labels), bool)
             scored = score(predicted[kept], labels[kept], classes)
-            found[name] = proportion(scored["right"], scored["n"]) | {"mcc": scored["mcc"]}
+            counts = confusion(predicted[kept], labels[kept], classes).tolist()
+            found[name] = proportion(scored["right"], scored["n"]) | {"mcc": scored["mcc"], "confusion": counts}
         return {"classes": list(self.given.classes), "middle": self.manifest["middle"], "columns": found,
                 "baselines": self.manifest["baselines"], "copies": self.manifest["copies"]}  # fmt: skip
 
@@ -76,6 +78,9 @@ class ClassesOfTest:
             interval = f"[{100 * row['low']:.1f}, {100 * row['high']:.1f}]"
             title = TITLES[name] if name != "middle" else f"middle {summary['middle']} bases alone"
             lines.append(f"  {title:<38}{100 * row['mean']:5.1f} % {interval}, {row['mcc']:+.3f}, n = {row['n']:,}")
+        for name, counts in zip(summary["classes"], summary["columns"]["test"]["confusion"], strict=True):
+            shown = ", ".join(f"{n:,} {other}" for n, other in zip(counts, summary["classes"], strict=True) if n)
+            lines.append(f"  of {sum(counts):,} {name}, predicted: {shown or 'none'}")
         return "\n".join([*lines, *prepared.baseline_table(self.manifest)])
 
     @own_style()

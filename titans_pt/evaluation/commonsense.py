@@ -13,8 +13,10 @@ import json
 import logging
 import random
 import tempfile
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ import yaml
 from titans_pt.config import Config
 from titans_pt.data_pipeline import StreamDecoder
 from titans_pt.errors import UserError
+from titans_pt.evaluation.caching import check_without_prompts, with_caches
 from titans_pt.evaluation.perplexity import token_losses
 from titans_pt.runs.loaded import LoadedRun, load_run
 from titans_pt.streaming import best_device, continuation_logits, device_of, prefill, sample
@@ -43,37 +46,51 @@ try:
     from lm_eval.models.utils import normalize_gen_kwargs
     from lm_eval.tasks import TaskManager
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+    from transformers.utils.chat_template_utils import render_jinja_template
 except ImportError as error:
     raise UserError(f"lm-eval: cannot be imported ({error}); install it: pip install 'titans-pt[eval]'") from None
 
+
+@dataclass(frozen=True)
+class Stock:
+    """A task of lm-eval that can be run on a local file.
+
+    file: where lm-eval defines it. columns: those that the definition reads. averaged: its accuracy in the average of
+    the paper's Table 1.
+    """
+
+    file: str
+    columns: tuple[str, ...] = ()
+    averaged: str | None = None
+
+
+_ARC = ("question", "choices", "answerKey")
 STOCK = {
-    "wikitext": "wikitext/wikitext.yaml",
-    "lambada_openai": "lambada/lambada_openai.yaml",
-    "piqa": "piqa/piqa.yaml",
-    "hellaswag": "hellaswag/hellaswag.yaml",
-    "winogrande": "winogrande/default.yaml",
-    "arc_easy": "arc/arc_easy.yaml",
-    "arc_challenge": "arc/arc_challenge.yaml",
-    "social_iqa": "siqa/siqa.yaml",
-    "boolq": "super_glue/boolq/default.yaml",
+    "wikitext": Stock("wikitext/wikitext.yaml", ("page",)),
+    "lambada_openai": Stock("lambada/lambada_openai.yaml", ("text",), "acc"),
+    "piqa": Stock("piqa/piqa.yaml", ("goal", "sol1", "sol2", "label"), "acc"),
+    "hellaswag": Stock(
+        "hellaswag/hellaswag.yaml", ("activity_label", "ctx_a", "ctx_b", "endings", "label"), "acc_norm"
+    ),
+    "winogrande": Stock("winogrande/default.yaml", ("sentence", "option1", "option2", "answer"), "acc"),
+    "arc_easy": Stock("arc/arc_easy.yaml", _ARC, "acc"),
+    "arc_challenge": Stock("arc/arc_challenge.yaml", _ARC, "acc_norm"),
+    "social_iqa": Stock("siqa/siqa.yaml", ("context", "question", "answerA", "answerB", "answerC", "label"), "acc"),
+    "boolq": Stock("super_glue/boolq/default.yaml", ("passage", "question", "label"), "acc"),
 }
-"""Files in which lm-eval defines the tasks that can be run on local files."""
-COLUMNS = {
-    "wikitext": ("page",), "lambada_openai": ("text",), "piqa": ("goal", "sol1", "sol2", "label"),
-    "hellaswag": ("activity_label", "ctx_a", "ctx_b", "endings", "label"),
-    "winogrande": ("sentence", "option1", "option2", "answer"),
-    "arc_easy": ("question", "choices", "answerKey"), "arc_challenge": ("question", "choices", "answerKey"),
-    "social_iqa": ("context", "question", "answerA", "answerB", "answerC", "label"),
-    "boolq": ("passage", "question", "label"),
-}  # fmt: skip
-"""Columns that lm-eval's definitions read."""
-AVERAGED = {
-    "lambada_openai": "acc", "piqa": "acc", "hellaswag": "acc_norm", "winogrande": "acc", "arc_easy": "acc",
-    "arc_challenge": "acc_norm", "social_iqa": "acc", "boolq": "acc",
-}  # fmt: skip
-"""The accuracies of the paper's Table 1."""
+"""Tasks that can be run on local files."""
 _SEED = 1234
 """lm-eval's seed of few-shot examples and of NumPy."""
+_OF_EVERY_MODEL = {"batch_size", "max_batch_size", "trust_remote_code"}
+"""Arguments that lm-eval's program passes to every model, and that this one does not need."""
+
+
+def _loaded(folder: str, checkpoint: int | None, device: str, settings: dict[str, Any]) -> LoadedRun:
+    """A run with its read caches, under settings as lm-eval's program parses them."""
+    words = [f"{name}={value if isinstance(value, str) else json.dumps(value)}" for name, value in settings.items()]
+    run = load_run(folder, checkpoint, device, words)
+    check_without_prompts(run.config, "lm-eval")
+    return with_caches(run)
 
 
 @register_model("titans")
@@ -84,9 +101,18 @@ class TitansLM(TemplateLM):
         run: a run, or its folder.
         checkpoint: a step; None is the newest.
         prefill_tokens: see evaluation.prefill_tokens; None is the run's.
-        max_length: see evaluation.commonsense.max_length; None is the length of training.
-        unused: batch_size, device and the like, which lm-eval passes to every model.
+        max_length: see evaluation.commonsense.max_length; None is the run's.
+        device: where a folder's model is loaded; None, or a GPU (lm-eval's default) that is missing: a GPU if there is
+            one.
+        settings: ``evaluation.KEY=VALUE`` for a folder, which replace the run's own (its read caches, for example).
+            batch_size and the like, which lm-eval passes to every model, have no effect.
+
+    Raises:
+        UserError: another setting, or ``load_run`` or ``with_caches`` refuses the run.
     """
+
+    _chats = False
+    """Whether texts come from a chat template, and spell control tokens."""
 
     def __init__(
         self,
@@ -94,14 +120,21 @@ class TitansLM(TemplateLM):
         checkpoint: int | None = None,
         prefill_tokens: int | None = None,
         max_length: int | None = None,
-        **unused: Any,
+        device: str | None = None,
+        **settings: Any,
     ):
         super().__init__()
+        settings = {name: value for name, value in settings.items() if name not in _OF_EVERY_MODEL}
+        for name in settings:
+            if isinstance(run, LoadedRun) or not name.startswith("evaluation."):
+                raise UserError(f"{name}: no argument of the model titans; allowed: run, checkpoint, prefill_tokens, "
+                                "max_length, device and, with a run's folder, evaluation.KEY=VALUE")  # fmt: skip
         if not isinstance(run, LoadedRun):
-            run = load_run(run, checkpoint, best_device())
+            missing = device is None or device.startswith("cuda") and not torch.cuda.is_available()
+            run = _loaded(run, checkpoint, best_device() if missing else device, settings)
         self.model, self.titans_tokenizer = run.model, run.tokenizer
         self.prefill_tokens = prefill_tokens or run.config.evaluation.prefill_tokens
-        self.max_length = max_length or run.config.data.seq_len
+        self.max_length = max_length or run.config.evaluation.commonsense.max_length or run.config.data.seq_len
         self._device = device_of(run.model)
 
     @property
@@ -110,7 +143,54 @@ class TitansLM(TemplateLM):
 
     @property
     def tokenizer_name(self) -> str:
-        return self.titans_tokenizer.sha256
+        """Name of the tokenizer and its chat template, by which lm-eval finds the chats that it has stored. It asks for
+        the name with chats alone, and then may apply no template."""
+        self._chats = self.titans_tokenizer.chat_template is not None
+        return digest(self.titans_tokenizer.sha256, self.titans_tokenizer.chat_template)
+
+    def chat_template(self, chat_template: bool | str = False) -> str:
+        """The template that :meth:`apply_chat_template` applies.
+
+        Raises:
+            UserError: the run's tokenizer has none.
+        """
+        template = self.titans_tokenizer.chat_template
+        if template is None:
+            raise UserError("--apply_chat_template: set, but the run's tokenizer has no chat template; leave it out")
+        self._chats = True
+        return template
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """Text of a chat, as transformers' tokenizers write it; texts may spell control tokens from then on.
+
+        As with lm-eval's own models, a system message is left out if the template refuses it.
+
+        Args:
+            chat_history: messages, each with its role and content.
+            add_generation_prompt: end with the beginning of an answer; else in the middle of the last message.
+
+        Raises:
+            UserError: the run's tokenizer has no template.
+        """
+        template, tokenizer = self.chat_template(True), self.titans_tokenizer
+        ends = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id}
+
+        def written(chat: list[dict[str, str]]) -> str:
+            texts, _ = render_jinja_template(
+                [chat], chat_template=template, add_generation_prompt=add_generation_prompt,
+                continue_final_message=not add_generation_prompt,
+                **{name: tokenizer.names[i] for name, i in ends.items() if i >= 0},
+            )  # fmt: skip
+            return texts[0]
+
+        try:
+            return written(chat_history)
+        except TemplateError as error:
+            without = [message for message in chat_history if message["role"] != "system"]
+            if without == chat_history:
+                raise
+            warnings.warn(f"the chat template refuses system messages ({error}); left out", stacklevel=2)
+            return written(without)
 
     @property
     def prefix_token_id(self) -> int:
@@ -121,7 +201,9 @@ class TitansLM(TemplateLM):
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **unused: Any) -> list[int]:
         """Ids of a text that begins a document, as in training; with ``add_special_tokens=False`` of the text alone."""
         tokenizer = self.titans_tokenizer
-        return tokenizer.encode(string) if add_special_tokens is False else tokenizer.document(string)
+        ids = tokenizer.encode_spelled(string) if self._chats else tokenizer.encode(string)
+        begin = [] if add_special_tokens is False else list(tokenizer.begin)
+        return ids if ids[: len(begin)] == begin else [*begin, *ids]
 
     def _loglikelihood_tokens(self, requests, **unused: Any) -> list[tuple[float, bool]]:
         """Read a context once for consecutive requests that share it: each continuation forks the state."""
@@ -331,12 +413,13 @@ class Commonsense:
                 key: list(wilson(value * n, n)) for key, value in figures.items() if key in ("acc", "acc_norm")
             }
             tasks[task] = {"n": n, **figures, "intervals": intervals}
-        accuracies = [tasks[task][metric] for task, metric in AVERAGED.items() if task in tasks]
+        averaged = {task: stock.averaged for task, stock in STOCK.items() if stock.averaged and task in tasks}
+        accuracies = [tasks[task][metric] for task, metric in averaged.items()]
         return {
             "lm_eval": lm_eval.__version__,
             "tasks": tasks,
             "average": sum(accuracies) / len(accuracies) if accuracies else None,
-            "averaged": {task: metric for task, metric in AVERAGED.items() if task in tasks},
+            "averaged": averaged,
         }
 
     def table(self, summary: dict) -> str:
@@ -386,9 +469,9 @@ def _local_tasks(folder: Path, tasks: list[str], data: str) -> TaskManager:
                 "add the file, or set evaluation.commonsense.data=hub"
             )
         if data != "package":
-            _check_rows(file, COLUMNS.get(task, ()))
+            _check_rows(file, STOCK[task].columns)
         definition = {
-            "include": str(Path(lm_eval.__file__).parent / "tasks" / STOCK[task]), "task": task,
+            "include": str(Path(lm_eval.__file__).parent / "tasks" / STOCK[task].file), "task": task,
             "dataset_path": "json", "dataset_name": None, "dataset_kwargs": {"data_files": {"test": str(file)}},
             "training_split": None, "validation_split": None, "test_split": "test",
         }  # fmt: skip

@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from titans_pt.config import Config
 from titans_pt.errors import UserError
-from titans_pt.evaluation.caching import with_caches
+from titans_pt.evaluation.caching import check_without_prompts, with_caches
 from titans_pt.runs.folder import RunFolder
 from titans_pt.runs.loaded import LoadedRun, load_run
 from titans_pt.runs.wandb_log import WandbLog
@@ -125,10 +125,8 @@ def check(task: Task, config: Config):
 def _opened(task: Task, suite: str, run: LoadedRun, config: Config) -> Any:
     module, _, name = task.suites[suite].partition(":")
     kind = getattr(importlib.import_module(module), name)
-    caching = config.evaluation.caching
-    if caching is not None and caching.last is not None and not getattr(kind, "has_prompts", False):
-        raise UserError(f"evaluation.caching.last: set, but the suite {suite} has no prompts; name one that has "
-                        "(--suite needle), or leave it out: all tokens read the caches")  # fmt: skip
+    if not getattr(kind, "has_prompts", False):
+        check_without_prompts(config, f"the suite {suite}")
     return kind(run, config)
 
 

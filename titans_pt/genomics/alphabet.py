@@ -14,8 +14,10 @@ BOS, EOS, PAD, UNKNOWN = SPECIALS.index("[BOS]"), SPECIALS.index("[SEP]"), SPECI
 CODES = b"ACGTUNRYSWKMBDHV-."
 """Letters that IUPAC uses for a nucleotide, an ambiguous nucleotide, or a gap."""
 UPPER = bytes(range(256)).upper()
-ONLY_LETTERS = bytes(byte if byte in LETTERS else ord("N") for byte in UPPER)
-"""Table for bytes.translate: lower case becomes upper case, everything but A, C, G, T becomes N."""
+READ = LETTERS + b"U"
+"""Letters of files that are read without loss, lower case included: U, of RNA, is T."""
+ONLY_LETTERS = bytes(byte if byte in LETTERS else ord("T" if byte == ord("U") else "N") for byte in UPPER)
+"""Table for bytes.translate: lower case becomes upper case, U becomes T, everything but A, C, G, T becomes N."""
 COMPLEMENTS = bytes.maketrans(b"ACGTacgt", b"TGCAtgca")
 """Table for bytes.translate: each base becomes its complement."""
 

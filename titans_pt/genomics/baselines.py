@@ -20,10 +20,15 @@ _PENALTIES = (1e-4, 1e-3, 1e-2, 1e-1)
 Predict = Callable[[Sequence[bytes]], np.ndarray]
 
 
+def confusion(predicted: np.ndarray, labels: np.ndarray, classes: int) -> np.ndarray:
+    """int64 (classes, classes): how many sequences of each class (rows) were predicted as each class (columns)."""
+    return np.bincount(labels * classes + predicted, minlength=classes**2).reshape(classes, classes)
+
+
 def score(predicted: np.ndarray, labels: np.ndarray, classes: int) -> dict:
     """n, right, accuracy, and Matthews' correlation of any number of classes (Gorodkin 2004; 0 if undefined)."""
     n = len(labels)
-    table = np.bincount(labels * classes + predicted, minlength=classes**2).reshape(classes, classes).astype(float)
+    table = confusion(predicted, labels, classes).astype(float)
     right, true, guessed = np.trace(table), table.sum(1), table.sum(0)
     below = np.sqrt((n**2 - (guessed**2).sum()) * (n**2 - (true**2).sum()))
     mcc = float((right * n - (true * guessed).sum()) / below) if below else 0.0

@@ -11,12 +11,11 @@ from pathlib import Path
 
 import numpy as np
 
-from titans_pt.genomics.alphabet import CODES, ONLY_LETTERS, UPPER
+from titans_pt.genomics.alphabet import CODES, ONLY_LETTERS, READ, UPPER
 
 SUFFIXES = (".fa", ".fasta", ".fna", ".fas")
 _OPEN = {"": open, ".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 ALLOWED = "FASTA files (.fa, .fasta, .fna or .fas, each also with .gz, .bz2 or .xz behind it)"
-_KNOWN = b"ACGTUN"
 _LEAST = 0.5
 """Share of A, C, G, T, U and N below which a sequence is taken for a protein's."""
 _SHOWN = 6
@@ -98,7 +97,7 @@ def _record(path: Path, header: bytes, line: int, lines: list[bytes]) -> Record 
     where = f"{path}:{line}, record {name!r}"
     if problem := _problem(counts, len(found)):
         return Unusable(where, problem, "name a file of nucleotides, or remove the record")
-    other = {chr(byte): int(counts[byte]) for byte in np.flatnonzero(counts) if byte not in b"ACGTN"}
+    other = {chr(byte): int(counts[byte]) for byte in np.flatnonzero(counts) if byte not in READ}
     return Record(name, line, found.translate(ONLY_LETTERS), other)
 
 
@@ -110,7 +109,7 @@ def _problem(counts: np.ndarray, length: int) -> str | None:
         return f"holds what is no letter of a sequence ({shown})"
     if foreign:
         return f"looks like a protein: it holds letters that stand for no nucleotide ({shown})"
-    known = int(counts[list(_KNOWN)].sum())
+    known = int(counts[list(READ)].sum())
     if known < _LEAST * length:
         return f"looks like a protein: only {known:,} of its {length:,} letters are A, C, G, T, U or N"
     return None

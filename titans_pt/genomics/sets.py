@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from titans_pt.errors import UserError
-from titans_pt.genomics.alphabet import CODES, ONLY_LETTERS, reverse_complement
+from titans_pt.genomics.alphabet import CODES, ONLY_LETTERS, READ, reverse_complement
 from titans_pt.genomics.fasta import ALLOWED, Record, Unusable, is_fasta, records
 
 INTERVALS = ("id", "region", "start", "end", "strand")
@@ -152,7 +152,7 @@ def _of_fasta(path: Path, letters: dict[str, int]) -> Iterator[bytes]:
 
 
 def _cleaned(data: bytes, where: str, letters: dict[str, int]) -> bytes:
-    """Clean a sequence from a text file or a table: upper case, no white space, N for other letters."""
+    """Clean a sequence from a text file or a table: upper case, no white space, T for U, N for other letters."""
     data = b"".join(data.upper().split())
     if not data:
         raise UserError(f"{where}: has no sequence; remove it")
@@ -160,7 +160,7 @@ def _cleaned(data: bytes, where: str, letters: dict[str, int]) -> bytes:
     if foreign:
         shown = ", ".join(repr(chr(byte)) for byte in foreign[:6])
         raise UserError(f"{where}: holds what stands for no nucleotide ({shown}); repair or remove it")
-    for byte in set(data) - set(b"ACGTN"):
+    for byte in set(data) - set(READ):
         letters[chr(byte)] = letters.get(chr(byte), 0) + data.count(byte)
     return data.translate(ONLY_LETTERS)
 

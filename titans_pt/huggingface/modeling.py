@@ -413,6 +413,8 @@ class TitansTokenizer(PreTrainedTokenizer):
         controls = [name for name, piece in zip(self.inner.names, self.inner.pieces, strict=True) if name and not piece]
         others.setdefault("pad_token", self.inner.names[self.inner.eos_id])  # hidden by the mask
         others.setdefault("model_max_length", LONGEST)
+        # "</s>" in a text is those four letters, as in training.
+        others.setdefault("split_special_tokens", True)
         if begin_with_bos:
             others["bos_token"] = self.inner.names[self.inner.bos_id]
         others |= {
@@ -420,7 +422,6 @@ class TitansTokenizer(PreTrainedTokenizer):
             "eos_token": self.inner.names[self.inner.eos_id],
             "extra_special_tokens": controls,  # skip_special_tokens hides them
             "special_tokens_pattern": "none",
-            "split_special_tokens": True,  # Text is text: "</s>" in it is those four letters, as in training.
             "auto_map": {"AutoTokenizer": [f"{MODELING}.TitansTokenizer", None]},
         }
         super().__init__(**others)

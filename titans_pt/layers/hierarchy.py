@@ -13,7 +13,14 @@ from titans_pt.kernels.memory.state import Weights
 from titans_pt.layers.documents import Documents
 from titans_pt.layers.flops import Flops, product
 from titans_pt.layers.gradients import with_gradients
-from titans_pt.layers.memory import MemoryNetwork, network_shape, prefix_chunk, projections
+from titans_pt.layers.memory import (
+    MemoryNetwork,
+    check_kind,
+    check_start,
+    network_shape,
+    prefix_chunk,
+    projections,
+)
 from titans_pt.layers.memory_costs import inner_flops, kept_bytes, stale_flops
 from titans_pt.layers.memory_gates import MemoryGates, of_chunk
 from titans_pt.layers.norm import RMSNorm
@@ -94,6 +101,7 @@ class HierarchicalMemory(nn.Module):
     ) -> tuple[Tensor, HierarchyState]:
         """start: M_0 of the memories in place of the learned ones (:meth:`start_after`); a state remembers it. prefix:
         whether x is a prefix, at whose end every memory has finished its chunk."""
+        check_kind(state, HierarchyState)
         if state:
             self._check(state)
         q, q_state = self.q(x, state and state.q, documents)
@@ -165,6 +173,8 @@ class HierarchicalMemory(nn.Module):
         starts."""
         memory = self.memories[n]
         weights, norm = memory.network()
+        if start:
+            check_start(start[n], weights)
         theta, eta, alpha, *own = memory.gates(x, v)
         y, after = neural_memory(
             q, k, v, theta, eta, alpha, start[n] if start else weights,

@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from types import NoneType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -153,6 +155,21 @@ class NeuralMemoryState:
     caches: Caches | None = None
 
 
+def check_kind(state: Any, kind: type):
+    """Raise ValueError if ``state`` is neither None nor a ``kind``."""
+    if not isinstance(state, (kind, NoneType)):
+        raise ValueError(f"state: given a {type(state).__name__}; this memory takes a {kind.__name__}: pass a state of "
+                         "the same mixer and model.memory.hierarchy")  # fmt: skip
+
+
+def check_start(start: tuple[Tensor, ...], learned: tuple[Tensor, ...]):
+    """Raise ValueError unless M_0 of a state has the shapes (H, d_in, d_out) of the learned one."""
+    found, own = ([tuple(w.shape) for w in weights] for weights in (start, learned))
+    if found != own:
+        raise ValueError(f"state: given one of another memory: its weights are {found}, those of this one {own} "
+                         "(n_heads, depth, expansion)")  # fmt: skip
+
+
 class NeuralMemory(nn.Module):
     """(B, T, d_model) -> M_t(q_t) of every token, (B, T, H D): heads side by side, an RMSNorm on each.
 
@@ -200,6 +217,7 @@ class NeuralMemory(nn.Module):
                 forget_to="start".
             chunk_size: chunk size of a call that reads a whole sequence, without caches. None: the configured size.
         """
+        check_kind(state, NeuralMemoryState)
         if state is not None and (state.caches is None) != (self.caching is None):
             raise ValueError("state: given one of a memory with other caching; pass a state of this memory")
         q, q_state = self.q(x, state and state.q, documents)
@@ -208,6 +226,7 @@ class NeuralMemory(nn.Module):
         weights, norm = self.network()
         if start is None and state and state.start:
             start = tuple(w[0] for w in state.start)
+            check_start(start, weights)
         tokens, before = (q, k, v, *self.gates(x, v)), state and state.memory
         run = partial(self._along, start or weights, norm, chunk_size or self.config.chunk_size)
         caches = None

@@ -315,6 +315,10 @@ def _model_config(
             if "head_width" in own:
                 remedy = f"heads of {kind.name} follow from another setting: give head_width in its place"
             raise UserError(f"n_heads: given {n_heads}; {remedy}")
+        heads = tree.get("memory", {}).get("n_heads") or n_heads
+        if heads != n_heads and kind.shared is not None and "attention" not in kind.shared:
+            raise UserError(f"{caller}: n_heads: given {n_heads}, and {heads} in memory, which has all heads of "
+                            f"{kind.name}; give one of them")  # fmt: skip
         (tree.setdefault(kind.name, {}) if "n_heads" in own else tree)["n_heads"] = n_heads
     for key, value in settings.items():
         path, *others = [path for path, keys in sections.items() if key in keys] or [""]
@@ -329,7 +333,8 @@ def _model_config(
         place = tree
         for name in path.split(".")[1:]:
             place = place.setdefault(name, {})
-        place[key] = value
+        if place.setdefault(key, value) != value:
+            raise UserError(f"{caller}: {key}: given {value!r}, and {place[key]!r} in memory; give one of them")
     with _by_keywords():
         config = Config.model_validate(
             {"model": tree, "data": {"seq_len": _ANY_LENGTH}, "train": {"batch_tokens": _ANY_LENGTH, "micro_batch": 1}}

@@ -4,6 +4,7 @@ import json
 import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import NoneType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from titans_pt.errors import UserError
 from titans_pt.layers.state import fork
+from titans_pt.models.language_model import LanguageModelState
 from titans_pt.streaming import best_device, check_draws, prefill, sample
 from titans_pt.tools.extras import needed
 
@@ -84,10 +86,14 @@ class Titan(nn.Module):
         """ids (B, T) int64 -> logits (B, T, V), and the state after the last token, for the call with the next ids.
 
         Raises:
-            UserError: the state is a whole :class:`Reading`; the call takes its attribute ``state``.
+            UserError: the state is no model's, such as a whole :class:`Reading`, whose attribute ``state`` is one.
+            ValueError: it is another model's.
         """
         if isinstance(state, Reading):
             raise UserError("state: given a Reading; a call with ids takes its state: pass reading.state")
+        if not isinstance(state, (LanguageModelState, NoneType)):
+            raise UserError(f"state: given a {type(state).__name__}; allowed: the second result of the call before, or "
+                            "reading.state")  # fmt: skip
         return self.model(ids, state)
 
     def read(self, text: str, state: Reading | None = None) -> Reading:

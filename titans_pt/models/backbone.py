@@ -143,13 +143,15 @@ class Backbone(nn.ModuleList):
             the first mixer's ``around`` returns).
 
         Raises:
-            ValueError: no row or no token in ``x``, or a state of another number of rows.
+            ValueError: no row or no token in ``x``, or a state of another number of rows or blocks.
         """
         if x.numel() == 0:
             raise ValueError(f"x: given shape {tuple(x.shape)}; must have at least one row and one token")
 
         def blocks(x: Tensor, state: list[Any] | None, documents: Documents | None):
             check_rows(rows(state), x)
+            if state is not None and len(state) != len(self):
+                raise ValueError(f"state: given one of {len(state)} blocks; the model has {len(self)}")
             after = []
             for block, before in zip(self, state or [None] * len(self), strict=True):
                 x, block_state = self.call(in_turn, block, x, before, documents)

@@ -186,7 +186,8 @@ def check_resumable(
                 f"{section}.{key}: given {now!r}, but {path} was trained with {was!r}; the order of the data depends "
                 f"on it, and samples would be repeated or left out; {remedy}"
             )
-    if (was := old["train"].get("trainable", [])) != (now := new["train"]["trainable"]):
+    was, now = old["train"].get("trainable", []), new["train"]["trainable"]
+    if set(was) != set(now):  # patterns: their order chooses nothing
         raise UserError(
             f"train.trainable: given {now}, but {path} was trained with {was}, and has the optimiser's state "
             "of those alone; put it back, or start another run.dir from its weights (train.init_from)"

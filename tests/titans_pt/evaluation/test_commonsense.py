@@ -109,6 +109,27 @@ def test_a_rolling_likelihood_is_lm_evals_window_by_window(loaded):
     assert commonsense.TitansLM(loaded).max_length == loaded.config.data.seq_len
 
 
+def test_lm_evals_program_gives_a_run_settings(tmp_path, prepared):
+    """As parsed from --model_args, with what the program adds for every model."""
+    folder = str(untrained_run(tmp_path / "run", prepared, mixers=["lmm"]))
+    every = {"batch_size": 1, "device": "cuda:0" if not torch.cuda.is_available() else "cpu"}
+    settings = {"evaluation.caching.segment": 8, "evaluation.caching.shares": "average", "evaluation.prefill_tokens": 4,
+                "evaluation.commonsense.max_length": 9}  # fmt: skip
+    plain = commonsense.TitansLM.create_from_arg_obj({"run": folder}, every)
+    lm = commonsense.TitansLM.create_from_arg_obj({"run": folder, **settings}, every)
+    again = commonsense.TitansLM.create_from_arg_obj(
+        {"run": folder, "evaluation.caching": {"segment": 8, "shares": "average"}}, every
+    )
+    assert (lm.prefill_tokens, lm.max_length) == (4, 9) and lm.device == torch.device("cpu")
+    pair = [request("abc dea fo nk abc dea fo nk abc dea", " abc")]
+    [(found, _)], [(same, _)], [(without, _)] = (each.loglikelihood(pair) for each in (lm, again, plain))
+    assert found == pytest.approx(same, rel=1e-4) and found != pytest.approx(without, rel=1e-4)
+    with pytest.raises(UserError, match="checkpont: no argument of the model titans; allowed: run, checkpoint, pre"):
+        commonsense.TitansLM(folder, checkpont=3)
+    with pytest.raises(UserError, match="evaluation.caching.last: set, but lm-eval has no prompts"):
+        commonsense.TitansLM(folder, **{"evaluation.caching": {"segment": 8, "last": 2}})
+
+
 def test_a_context_of_spaces_is_read_with_the_continuation(loaded):
     before, ids = [loaded.tokenizer.eos_id], loaded.tokenizer.encode("\n abc")
     expected, _ = likelihood(loaded, [*before, *ids], 1)
@@ -185,7 +206,7 @@ def parity(loaded, tmp_path, monkeypatch):
         (tmp_path / "parity.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         (tmp_path / "tool.py").write_text("def count(doc, results):\n    return {'different': len(set(results[0]))}\n")
         (tmp_path / "parity.yaml").write_text(definition)
-        monkeypatch.setitem(commonsense.STOCK, "parity", str(tmp_path / "parity.yaml"))
+        monkeypatch.setitem(commonsense.STOCK, "parity", commonsense.Stock(str(tmp_path / "parity.yaml")))
         words = [f"evaluation.commonsense.data={tmp_path}", "evaluation.commonsense.tasks=[parity]"]
         return commonsense.Commonsense(loaded, validated(loaded.config.model_dump(mode="json"), words))
 
@@ -283,7 +304,7 @@ def test_needles_through_lm_eval_score_as_in_our_runner(run, tmp_path, monkeypat
     names = "process_results, aggregate_metrics"
     (tmp_path / "common_utils.py").write_text(f"from lm_eval.tasks.ruler.common_utils import {names}\n")
     local.write_text("\n".join([*kept, "process_results: !function common_utils.process_results", ""]))
-    monkeypatch.setitem(commonsense.STOCK, "niah_single_1", str(local))
+    monkeypatch.setitem(commonsense.STOCK, "niah_single_1", commonsense.Stock(str(local)))
     (tmp_path / "yaml").mkdir()
     manager = commonsense._local_tasks(tmp_path / "yaml", ["niah_single_1"], str(tmp_path))
     lm = commonsense.TitansLM(loaded)

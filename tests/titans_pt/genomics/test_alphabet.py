@@ -8,7 +8,7 @@ from titans_pt.genomics.alphabet import COMPLEMENT, EOS, ONLY_LETTERS, TOKENS, e
 def test_one_id_a_base():
     assert len(TOKENS) == 12
     assert encoded(b"ACGTNacgtnRX-").tolist() == [7, 8, 9, 10, 11, 7, 8, 9, 10, 11, 11, 11, 11]
-    assert b"acgtnRYx".translate(ONLY_LETTERS) == b"ACGTNNNN"
+    assert b"acgtnRYxuU".translate(ONLY_LETTERS) == b"ACGTNNNNTT"
 
 
 def test_the_other_strand():

@@ -154,6 +154,40 @@ def test_a_chat_template_comes_along(file, tokenizer, tmp_path):
     found = [each.apply_chat_template(chat, return_dict=False) for each in (ours, theirs)]
     assert found[0] == found[1] and found[0][0] == 256 and found[0].count(257) == 2
     assert 257 not in ours("a</s>")["input_ids"]
+    spelled = transformers.AutoTokenizer.from_pretrained(tmp_path / "back", split_special_tokens=False)
+    assert spelled("a</s>b")["input_ids"] == theirs("a</s>b")["input_ids"]
+
+
+def test_lm_eval_reads_a_chat_as_with_transformers(tokenizer, tmp_path):
+    """The prompt is that of transformers' tokenizer, and so are its ids: one bos, and control tokens."""
+    pytest.importorskip("lm_eval")
+    from titans_pt.evaluation.commonsense import TitansLM
+
+    template = ("{{ bos_token }}{% for m in messages %}{% if m['role'] == 'system' %}{{ raise_exception('none') }}"
+                "{% endif %}{{ m['role'] + ':' + m['content'] + eos_token }}{% endfor %}"
+                "{% if add_generation_prompt %}assistant:{% endif %}")  # fmt: skip
+    source(tmp_path / "hf", tokenizer)
+    edited(tmp_path / "hf", "tokenizer_config.json", chat_template=template, eos_token="</s>")
+    run = load_run(huggingface.import_run(tmp_path / "hf", tmp_path / "run"))
+    lm, theirs = TitansLM(run), transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    plain = lm.tok_encode("a</s>")
+    assert 257 not in plain
+    chat = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "c"}]
+    for more, to_continue in [({"add_generation_prompt": True}, False), ({"continue_final_message": True}, True)]:
+        text = lm.apply_chat_template(chat, add_generation_prompt=not to_continue)
+        assert text == theirs.apply_chat_template(chat, tokenize=False, **more)
+        assert lm.tok_encode(text) == theirs.apply_chat_template(chat, return_dict=False, **more)
+        assert lm.tok_encode(text, add_special_tokens=False) == lm.tok_encode(text)
+    assert lm.chat_template(True) == template
+    with_stored_prompts = TitansLM(run)
+    assert with_stored_prompts.tokenizer_name == lm.tokenizer_name
+    assert with_stored_prompts.tok_encode(text) == lm.tok_encode(text)
+    with pytest.warns(UserWarning, match="refuses system messages"):
+        assert lm.apply_chat_template([{"role": "system", "content": "s"}, *chat], add_generation_prompt=False) == text
+    stored, run.tokenizer.chat_template = lm.tokenizer_name, None
+    assert lm.tokenizer_name != stored
+    with pytest.raises(UserError, match="--apply_chat_template: set, but the run's tokenizer has no chat template"):
+        lm.apply_chat_template(chat)
 
 
 def test_a_setting_that_transformers_ignores_is_ignored(tokenizer, tmp_path):

@@ -132,6 +132,20 @@ def test_torch_export_is_right_or_refused(name):
         torch.testing.assert_close(torch.export.export(net, (x,)).module()(other), net(other))
 
 
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("name", ["swa", "mamba", "longhorn", "memory", "mac", "hope", "ttt_mlp"])
+def test_torch_jit_trace_is_right_or_refused(name):
+    """For the length of the example alone: traces hold no other."""
+    net = Outputs(LAYERS[name]() if name in LAYERS else mixer(name, 16)).eval()
+    x, other = torch.randn(2, 2, 9, 16)
+    with torch.no_grad():
+        if name in ("memory", "mac", "hope"):
+            with pytest.raises(UserError, match="^torch.jit.trace: given a memory, .* compile the model with"):
+                torch.jit.trace(net, (x,))
+            return
+        torch.testing.assert_close(torch.jit.trace(net, (x,), check_trace=False)(other), net(other))
+
+
 def in_processes(work, tmp_path, *args):
     """Run ``work`` in two new processes. Forks would share the process group that the tests' process may have."""
     mp.start_processes(_worker, (work, str(tmp_path / "meet"), args), nprocs=2, start_method="spawn")

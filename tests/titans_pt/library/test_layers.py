@@ -182,6 +182,29 @@ def test_a_state_of_other_rows_is_refused():
         layer(torch.randn(3, 4, 16), state)
 
 
+LEVELS = {"chunk": 4, "shard": 8, "locals": [2]}
+
+
+@pytest.mark.parametrize("kind, settings, others", [
+    (LMM, {}, {"n_heads": 1}),
+    (LMM, {}, {"depth": 2}),
+    (LMM, {"persistent_tokens": 0}, {"persistent_tokens": 0, "n_heads": 1}),
+    (LMM, {}, {"hierarchy": LEVELS}),
+    (LMM, {"hierarchy": LEVELS}, {}),
+    (LMM, {"hierarchy": LEVELS}, {"hierarchy": LEVELS, "n_heads": 1}),
+    (MAC, {}, {"n_heads": 1}),
+    (MAC, {}, {"memory": {"n_heads": 1}}),
+    (MAC, {}, {"depth": 2}),
+    (MAG, {}, {"memory": {"n_heads": 1}}),
+    (MAL, {}, {"n_heads": 1}),
+])  # fmt: skip
+def test_a_state_of_another_layer_is_one_line(kind, settings, others):
+    one, other = (kind(16, **MIXER | OWN[kind] | own) for own in (settings, others))
+    with pytest.raises(ValueError, match="^(state: given|neural_memory: initial_state is of another memory)") as error:
+        other(torch.randn(2, 5, 16), one(torch.randn(2, 6, 16))[1])
+    assert "\n" not in str(error.value)
+
+
 def test_a_rules_own_settings_are_keywords():
     layer = NeuralMemory(16, n_heads=2, chunk_size=4, rule="omega", window=3)
     assert layer.config.section("omega")["window"] == 3
@@ -260,5 +283,13 @@ def test_a_keyword_that_a_layer_would_ignore_is_refused():
         UserError, match="MAG: keyword 'window' is a setting of the layer and of its memory's rule; give"
     ):
         MAG(16, rule="omega", window=8)
+    for make, name in [(lambda: LMM(16, n_heads=4, memory={"n_heads": 2}), "n_heads"),
+                       (lambda: mixer("hope", 16, n_heads=4, memory={"n_heads": 2}), "n_heads"),
+                       (lambda: LMM(16, chunk_size=4, memory={"chunk_size": 2}), "chunk_size")]:  # fmt: skip
+        with pytest.raises(UserError, match=f"{name}: given 4, and 2 in memory.*; give one of them"):
+            make()
+    assert LMM(16, n_heads=2, chunk_size=4, memory={"n_heads": 2, "chunk_size": 4}).memory.q.n_heads == 2
+    two = MAC(16, n_heads=4, memory={"n_heads": 2})
+    assert (two.attention.n_heads, two.memory.q.n_heads) == (4, 2)
     layer = MAG(16, window=8, memory={"rule": "omega", "omega": {"window": 2}})
     assert (layer.attention.window, layer.memory.gates.rule.window) == (8, 2)

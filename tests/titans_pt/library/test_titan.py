@@ -109,6 +109,11 @@ def test_errors(run, model, prepared, tmp_path):
     notes = model.read("some words")
     with pytest.raises(UserError, match="state: given a Reading; .* pass reading.state"):
         model(torch.tensor([[5]]), notes)
+    with pytest.raises(UserError, match="state: given a tuple; allowed: .* or reading.state"):
+        model(torch.tensor([[5]]), (notes.logits, notes.state))
+    deeper = Titan.from_pretrained(untrained_run(tmp_path / "deeper", prepared, n_layers=5))
+    with pytest.raises(ValueError, match=r"state: given one of \d blocks; the model has 5"):
+        deeper(torch.tensor([[5]]), notes.state)
     for function in (fork_state, detach_state, lambda state: join_rows([state, state])):
         with pytest.raises(UserError, match="state: given a Reading, .* pass reading.state"):
             function(notes)

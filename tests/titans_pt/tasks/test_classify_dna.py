@@ -232,6 +232,11 @@ def test_it_trains_resumes_and_is_evaluated(dna, tmp_path, capsys, one_group):
     assert "without copies of training sequences" in told and "middle 20 bases alone" in told and "look-up" in told
     summary = json.loads((tmp_path / "whole" / "evaluation" / "step-00000010" / "summary.json").read_text())["classes"]
     assert {name: row["n"] for name, row in summary["columns"].items()} == {"test": 44, "distinct": 40, "middle": 44}
+    counts = np.array(summary["columns"]["test"]["confusion"])
+    truth = [line.rpartition(",")[2] for line in (tmp_path / "set" / "test.csv").read_text().split()[1:]]
+    assert counts.sum(1).tolist() == [truth.count(name) for name in summary["classes"]]
+    assert counts.trace() == round(44 * summary["columns"]["test"]["mean"])
+    assert f"of {truth.count('b')} b, predicted: " in told
     assert summary["baselines"]["majority"]["test"]["n"] == 44 and summary["copies"] == 4
 
     def error(*words):

@@ -203,3 +203,4 @@ def test_another_choice_does_not_continue(tiny):
     assert loop.train(load_config(config, [TRAINABLE, "train.stop_at=1"])) == 0
     with pytest.raises(UserError, match=r"train.trainable: given \[\], but .* was trained with \['\*.memory.\*'"):
         loop.train(load_config(config))
+    assert loop.train(load_config(config, [f"train.trainable={json.dumps(PATTERNS[::-1])}"])) == 0

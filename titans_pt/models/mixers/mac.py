@@ -243,6 +243,11 @@ class MAC(MemoryMixer):
             if not self.fits(state):
                 raise ValueError(f"state: given one of another MAC, {state.offset.max()} tokens into a segment; here "
                                  f"segment={self.segment}, memory_tokens={self.segment // self.stride}")  # fmt: skip
+            found, own = ([tuple(keys.shape[2:]), *(tuple(w.shape[1:]) for w in weights)]
+                          for keys, weights in ((state.k, state.read_weights), (k, initial)))  # fmt: skip
+            if found != own:
+                raise ValueError(f"state: given one of another MAC, with keys and memory weights {found}; here {own} "
+                                 "(n_heads, depth, expansion)")  # fmt: skip
             memory, read_weights, offset = state.memory, state.read_weights, state.offset.tolist()
             h = MemoryTokens(state.h_k.to(k.dtype), state.h_v.to(v.dtype), state.h_place.tolist())
             k, v = (torch.cat([old.to(new.dtype), new], 1) for old, new in ((state.k, k), (state.v, v)))
