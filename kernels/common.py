@@ -42,8 +42,8 @@ def transformed() -> str | None:
     """Reason why only PyTorch's operators can serve a call here; None elsewhere, and while a graph is compiled.
 
     Inside torch.func's transforms, tensors have no memory of their own. torch.jit.trace would not see what kernels in C
-    write. Inside
-    torch.autograd.forward_ad.dual_level(), also under no_grad(), results of other kernels would silently lack tangents.
+    write. Inside torch.autograd.forward_ad.dual_level(), also under no_grad(), results of other kernels would silently
+    lack tangents.
     """
     if torch.compiler.is_compiling():
         return None
