@@ -339,7 +339,7 @@ def stories() -> list[str]:
             of_task = [found["tasks"][task]["by_length"] for found in record["measured"].values()]
             cells = {cell["length"]: cell for rows in of_task for cell in rows}
             shown = (f"{cell['mean'] * cell['n']:.0f} of {cell['n']} ({cell['answer_nll']:.2f})" if cell else "-"
-                     for cell in map(cells.get, (4096, 16384, 65536)))  # fmt: skip
+                     for cell in map(cells.get, (4096, 16384, 65536, 1048576)))  # fmt: skip
             lines.append(line(name, task, *shown))
     return lines
 
