@@ -157,8 +157,7 @@ def _timing(study: Study, row: Row, order: Order) -> Timing:
     name = f"speed-{row.key.replace('/', '-')}"
     config = _config(study, row, 0, order, None, name, ())
     words = (*row.settings, *order.words)
-    own = study.own.get(row.model)
-    file = str(Path(own).with_stem("{model}")) if own else f"{study.size}/{{model}}"
+    file = str(Path(study.config(row.model)).with_stem("{model}"))
     return Timing(name, row.model, row.variant, config, file=file, words=words,
                   lengths=study.timed, tokens=max(study.timed))  # fmt: skip
 
@@ -175,7 +174,7 @@ def _config(
     study: Study, row: Row, seed: int, order: Order, tokens: int | None, name: str, more: tuple[str, ...]
 ) -> Config:
     own = (f"run.dir={order.out / 'runs' / name}", f"run.seed={seed}")
-    file = order.config or study.own.get(row.model) or f"{study.folder or study.size}/{row.model}"
+    file = order.config or study.config(row.model)
     size = equal_size(file, row.model, order.words) if order.config else ()
     before = _before(study, row, order)
     start = (f"train.init_from={order.out / 'runs' / before}",) if before else ()

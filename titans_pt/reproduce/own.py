@@ -57,7 +57,7 @@ def _content(row: Row) -> tuple:
 
 def _check_alike(study: Study, file: str, words: Sequence[str]):
     """Raises UserError unless ``file`` has the settings that must be equal for figures of two models to compare."""
-    beside = f"{study.folder or study.size}/{study.rows[0].model}"
+    beside = study.config(study.rows[0].model)
     ours, theirs = (_compared(load_config(each, words)) for each in (file, beside))
     for key, value in theirs.items():
         if ours[key] != value:

@@ -116,3 +116,7 @@ class Study:
     seeds: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """Seeds of a row by its key; 0 for all others."""
     pictures: tuple[Picture, ...] = (pictures.training, pictures.positions)
+
+    def config(self, model: str) -> str:
+        """The config of a model: a user's file, or a name in configs/."""
+        return self.own.get(model) or f"{self.folder or self.size}/{model}"
