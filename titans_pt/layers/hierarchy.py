@@ -15,7 +15,6 @@ from titans_pt.layers.flops import Flops, product
 from titans_pt.layers.gradients import with_gradients
 from titans_pt.layers.memory import (
     MemoryNetwork,
-    check_kind,
     check_start,
     network_shape,
     prefix_chunk,
@@ -25,7 +24,7 @@ from titans_pt.layers.memory_costs import inner_flops, kept_bytes, stale_flops
 from titans_pt.layers.memory_gates import MemoryGates, of_chunk
 from titans_pt.layers.norm import RMSNorm
 from titans_pt.layers.sharding import Shard
-from titans_pt.layers.state import ALIKE, map_tensors
+from titans_pt.layers.state import ALIKE, check_kind, map_tensors
 
 Starts = tuple[Weights, ...]
 """M_0 of each memory, the global one first: L tensors (H, d_in, d_out)."""
@@ -101,7 +100,7 @@ class HierarchicalMemory(nn.Module):
     ) -> tuple[Tensor, HierarchyState]:
         """start: M_0 of the memories in place of the learned ones (:meth:`start_after`); a state remembers it. prefix:
         whether x is a prefix, at whose end every memory has finished its chunk."""
-        check_kind(state, HierarchyState)
+        check_kind(state, (HierarchyState,))
         if state:
             self._check(state)
         q, q_state = self.q(x, state and state.q, documents)

@@ -3,8 +3,6 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from types import NoneType
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +20,7 @@ from titans_pt.layers.memory_costs import inner_flops, kept_bytes, product_flops
 from titans_pt.layers.memory_gates import MemoryGates, takes_small_steps
 from titans_pt.layers.norm import RMSNorm
 from titans_pt.layers.sharding import Shard
-from titans_pt.layers.state import ALIKE
+from titans_pt.layers.state import ALIKE, check_kind
 
 
 def prefix_chunk(rule: Rule, chunk: int, tokens: int) -> int:
@@ -155,13 +153,6 @@ class NeuralMemoryState:
     caches: Caches | None = None
 
 
-def check_kind(state: Any, kind: type):
-    """Raise ValueError if ``state`` is neither None nor a ``kind``."""
-    if not isinstance(state, (kind, NoneType)):
-        raise ValueError(f"state: given a {type(state).__name__}; this memory takes a {kind.__name__}: pass a state of "
-                         "the same mixer and model.memory.hierarchy")  # fmt: skip
-
-
 def check_start(start: tuple[Tensor, ...], learned: tuple[Tensor, ...]):
     """Raise ValueError unless M_0 of a state has the shapes (H, d_in, d_out) of the learned one."""
     found, own = ([tuple(w.shape) for w in weights] for weights in (start, learned))
@@ -217,7 +208,7 @@ class NeuralMemory(nn.Module):
                 forget_to="start".
             chunk_size: chunk size of a call that reads a whole sequence, without caches. None: the configured size.
         """
-        check_kind(state, NeuralMemoryState)
+        check_kind(state, (NeuralMemoryState,))
         if state is not None and (state.caches is None) != (self.caching is None):
             raise ValueError("state: given one of a memory with other caching; pass a state of this memory")
         q, q_state = self.q(x, state and state.q, documents)

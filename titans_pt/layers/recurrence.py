@@ -21,6 +21,17 @@ class RecurrentState:
     inputs: tuple[Tensor, ...] = ()
     position: int = 0
 
+    def of_inputs(self, *shapes: tuple[int, ...]) -> tuple[Tensor, ...]:
+        """The inputs, which must have these ``shapes``.
+
+        Raises:
+            ValueError: they have others: the state is another mixer's.
+        """
+        given, own = [tuple(x.shape) for x in self.inputs], [tuple(shape) for shape in shapes]
+        if given != own:
+            raise ValueError(f"state: given one of another mixer, with inputs {given}; this one's are {own}")
+        return self.inputs
+
 
 def precise(x: Tensor) -> Tensor:
     """Converts to the precision of states: fp64 stays, all else becomes fp32."""

@@ -8,7 +8,8 @@ import copy
 import enum
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields, is_dataclass, replace
-from typing import Any
+from types import NoneType, UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import torch
 
@@ -92,6 +93,28 @@ def check_rows(given: int | None, x: torch.Tensor):
     """
     if given not in (None, len(x)):
         raise ValueError(f"state: given one of {given} rows; the input has {len(x)}")
+
+
+def declared_states(forward: Any) -> tuple[type, ...]:
+    """Classes that a ``forward`` declares for its argument state; (object,) if it does not name them all."""
+    try:
+        declared = get_type_hints(forward).get("state", Any)
+    except NameError:  # a name of type checkers alone
+        declared = Any
+    kinds = get_args(declared) if get_origin(declared) in (Union, UnionType) else (declared,)
+    named = all(isinstance(kind, type) and kind is not Any for kind in kinds)
+    return tuple(kind for kind in kinds if kind is not NoneType) if named else (object,)
+
+
+def check_kind(state: Any, kinds: tuple[type, ...]):
+    """
+    Raises:
+        ValueError: ``state`` is neither None nor of one of these ``kinds``.
+    """
+    if not isinstance(state, (*kinds, NoneType)):
+        own = " or ".join(kind.__name__ for kind in kinds)
+        raise ValueError(f"state: given one of another model or layer, a {type(state).__name__}; allowed: a {own}, "
+                         "what this one's last call returned")  # fmt: skip
 
 
 def take_rows(state: Any, index: torch.Tensor) -> Any:

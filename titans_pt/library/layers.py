@@ -9,8 +9,7 @@ import difflib
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import NoneType, UnionType
-from typing import Any, Union, cast, get_args, get_origin, get_type_hints
+from typing import Any, cast
 
 import torch
 from pydantic import ValidationError
@@ -26,7 +25,7 @@ from titans_pt.layers.documents import Documents
 from titans_pt.layers.gradients import with_gradients
 from titans_pt.layers.memory import MemoryNetwork, NeuralMemoryState
 from titans_pt.layers.memory_observer import MemoryFigures, observe_memories
-from titans_pt.layers.state import compact, rows, tensors, usable
+from titans_pt.layers.state import compact, declared_states, rows, tensors, usable
 from titans_pt.layers.ttt import TTTNetwork
 from titans_pt.models.backbone import initialise
 from titans_pt.models.mixers import MIXERS, Mixer
@@ -47,17 +46,6 @@ _OF_A_MEMORY = {"write_cost"}
 """Settings of ``model.memory`` that only our training loop reads."""
 
 
-def _declared_states(forward: Any) -> tuple[type, ...]:
-    """Classes that a ``forward`` declares for its argument state; (object,) if it does not name them all."""
-    try:
-        declared = get_type_hints(forward).get("state", Any)
-    except NameError:  # a name of type checkers alone
-        declared = Any
-    kinds = get_args(declared) if get_origin(declared) in (Union, UnionType) else (declared,)
-    named = all(isinstance(kind, type) and kind is not Any for kind in kinds)
-    return tuple(kind for kind in kinds if kind is not NoneType) if named else (object,)
-
-
 class _Public(nn.Module):
     """A layer that can draw its first weights again, and knows its states."""
 
@@ -69,7 +57,7 @@ class _Public(nn.Module):
     def __init_subclass__(cls, **options: Any):
         super().__init_subclass__(**options)
         inner = cls.__mro__[cls.__mro__.index(_Public) + 1 :]
-        cls._states = _declared_states(next(vars(kind)["forward"] for kind in inner if "forward" in vars(kind)))
+        cls._states = declared_states(next(vars(kind)["forward"] for kind in inner if "forward" in vars(kind)))
 
     @torch.no_grad()
     def reset_parameters(self):

@@ -18,7 +18,7 @@ from titans_pt.layers.lora import LowRank, adapt
 from titans_pt.layers.mlp import SwiGLU
 from titans_pt.layers.norm import RMSNorm
 from titans_pt.layers.sharding import Shard
-from titans_pt.layers.state import check_rows, compact, rows
+from titans_pt.layers.state import check_kind, check_rows, compact, declared_states, rows
 from titans_pt.models.mixers import MIXERS, Mixer
 from titans_pt.models.wavefront import Wavefront
 from titans_pt.models.ways import WAYS, Call, Compiled, Way, around, in_turn, plainly, recomputed
@@ -35,6 +35,7 @@ class Block(nn.Module):
         self.mixer_norm = nn.Identity() if kind.normalises else RMSNorm(config.d_model, eps=config.norm_eps)
         self.mixer: Mixer = kind(config)
         self.continuum = ContinuumMemory(config) if config.mlp_periods else None
+        self.states = declared_states(kind.forward) if self.continuum is None else (ContinuumState,)
         self.mlp_norm = RMSNorm(config.d_model, eps=config.norm_eps)
         self.mlp = SwiGLU(config.d_model, config.hidden)
 
@@ -44,6 +45,7 @@ class Block(nn.Module):
 
     def mix(self, x: Tensor, state: Any, documents: Documents | None) -> tuple[Tensor, Any]:
         """The first half, which has a state."""
+        check_kind(state, self.states)
         if documents is not None and documents.starts.device != x.device:  # device_map: blocks on several GPUs
             documents = documents.to(x.device)
         if self.continuum is None:
@@ -143,12 +145,13 @@ class Backbone(nn.ModuleList):
             the first mixer's ``around`` returns).
 
         Raises:
-            ValueError: no row or no token in ``x``, or a state of another number of rows or blocks.
+            ValueError: no row or no token in ``x``, or a state of another number of rows or of another model.
         """
         if x.numel() == 0:
             raise ValueError(f"x: given shape {tuple(x.shape)}; must have at least one row and one token")
 
         def blocks(x: Tensor, state: list[Any] | None, documents: Documents | None):
+            check_kind(state, (list,))
             check_rows(rows(state), x)
             if state is not None and len(state) != len(self):
                 raise ValueError(f"state: given one of {len(state)} blocks; the model has {len(self)}")

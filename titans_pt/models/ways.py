@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from titans_pt.layers.documents import Documents
+from titans_pt.layers.state import check_kind, declared_states
 
 if TYPE_CHECKING:
     from titans_pt.models.backbone import Backbone
@@ -54,7 +55,9 @@ def around(
     backbone: "Backbone", blocks: Blocks, states: bool, x: Tensor, state: Any, documents: Documents | None
 ) -> tuple[Tensor, Any]:
     """The way of the first block's mixer (``Mixer.around``)."""
-    return backbone.mixers[0].around(blocks, x, state, documents)
+    first = backbone.mixers[0]
+    check_kind(state, declared_states(type(first).around))
+    return first.around(blocks, x, state, documents)
 
 
 PROGRAMS = 64

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from titans_pt.config import Config, MemoryConfig, ModelConfig
 from titans_pt.config.checks import checked_model
 from titans_pt.errors import UserError
-from titans_pt.layers.state import tensors
+from titans_pt.layers.state import parts, tensors
 from titans_pt.models import build_model
 from titans_pt.models.mixers import MIXERS
 
@@ -214,3 +214,26 @@ def test_a_state_of_other_rows(mixer):
 def test_sizes_that_do_not_fit_without_a_file_of_settings(changes, error, message):
     with pytest.raises(error, match=message):
         build_model(ModelConfig(**{"mixers": ["mac"], "d_model": 16, "n_heads": 2, "vocab_size": 9} | changes))
+
+
+def form(state):
+    """Classes and shapes of all parts of a state."""
+    if isinstance(state, torch.Tensor):
+        return tuple(state.shape)
+    return type(state), [form(part) for _, part in parts(state)]
+
+
+@torch.no_grad()
+def test_a_state_of_another_model_is_refused():
+    """In one line, whatever the two models are, unless their states look alike."""
+    models = {name: small([name]) for name in OURS}
+    states = {name: model(tokens())[1] for name, model in models.items()}
+    alike = {(name, other) for name in OURS for other in OURS if form(states[name]) == form(states[other])}
+    # No convolution in these two: they read the memory alone.
+    alike |= {(name, other) for name in ("hgrn2", "linear_attention") for other in ("deltanet", "kda", "gdn2", "rwkv7")}
+    for name, model in models.items():
+        for other in OURS:
+            if (name, other) not in alike:
+                with pytest.raises(ValueError, match=r"^state: given|initial_state|memory:") as caught:
+                    model(tokens(length=3), states[other])
+                assert "\n" not in str(caught.value), (name, other)

@@ -185,6 +185,7 @@ def convolve(
     documents: Documents | None,
 ) -> tuple[list[Tensor], tuple[Tensor, ...]]:
     """silu(convolution(x)) of each x, and the convolutions' inputs for the next state."""
-    before = state.inputs if state else [None] * len(xs)
+    shapes = ((len(x), conv.width - 1, x.shape[2]) for x, conv in zip(xs, convolutions, strict=True))
+    before = state.of_inputs(*shapes) if state else [None] * len(xs)
     found = [conv(x, past, documents, silu=True) for x, conv, past in zip(xs, convolutions, before, strict=True)]
     return [y for y, _ in found], tuple(past for _, past in found)

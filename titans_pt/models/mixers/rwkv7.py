@@ -137,7 +137,9 @@ class RWKV7(HeadWidthMixer):
     def forward(
         self, x: Tensor, state: RecurrentState | None = None, documents: Documents | None = None
     ) -> tuple[Tensor, RecurrentState]:
-        before = x.new_zeros(len(x), 1, x.shape[-1]) if state is None else state.inputs[0].to(x.dtype)
+        before = x.new_zeros(len(x), 1, x.shape[-1])
+        if state is not None:
+            before = state.of_inputs(before.shape)[0].to(x.dtype)
         shifted = torch.cat([before, x[:, :-1]], 1)
         if documents is not None:
             shifted = shifted.masked_fill(documents.starts.unsqueeze(-1), 0.0)
