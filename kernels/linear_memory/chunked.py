@@ -29,7 +29,7 @@ def chunked_linear_memory(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Arguments and results as in :func:`titans_pt.kernels.linear_memory.naive.naive_linear_memory`."""
     length, delta = q.shape[1], beta is not None or erase is not None
-    chunk = min(CHUNK, 1 << (length - 1).bit_length())
+    chunk = min(CHUNK, 1 << (int(length) - 1).bit_length())  # torch.jit.trace has tensors for lengths
 
     def fold(x: Tensor) -> Tensor:
         """(B, T, H, ...) -> (N, B, H, C, ...), padded at the end with tokens that neither write nor decay."""
