@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from titans_pt.config import ModelConfig
+from titans_pt.layers.state import parts
 from titans_pt.models import LanguageModel, build_model
 from titans_pt.models.mixers import MIXERS
 
@@ -60,3 +61,10 @@ def small_model(mixers: list[str], **changes) -> LanguageModel:
         for parameter in model.parameters():  # move gates, decays and norms away from their symmetric start
             parameter.add_(0.05 * torch.randn_like(parameter))
     return model.eval()
+
+
+def form(state):
+    """Classes and shapes of all parts of a state."""
+    if isinstance(state, torch.Tensor):
+        return tuple(state.shape)
+    return type(state), [form(part) for _, part in parts(state)]

@@ -13,7 +13,7 @@ from titans_pt.layers.flops import Flops, attention_flops, linear_flops, mean_ke
 from titans_pt.layers.norm import RMSNorm
 from titans_pt.layers.rotary import rotate, rotation_from, turns
 from titans_pt.layers.sharding import Shard
-from titans_pt.layers.state import join_parts
+from titans_pt.layers.state import counted_together, join_parts, take_parts
 
 
 @dataclass
@@ -22,7 +22,8 @@ class AttentionState:
         the sinks, the first tokens of the row's document, which are always seen; unused entries come first of all.
     prefix_k, prefix_v: (B, P, K, D) or None.
     visible: (B,) int64, how many of the newest cached tokens belong to the row's document, or None for all.
-    position: tokens read so far.
+    position, behind: tokens read so far, see titans_pt.layers.state.counted_together. A row that is behind has unused
+        entries.
     """
 
     k: Tensor
@@ -31,17 +32,34 @@ class AttentionState:
     prefix_v: Tensor | None
     visible: Tensor | None
     position: int
+    behind: Tensor | None = None
 
     @staticmethod
     def join_rows(states: "Sequence[AttentionState]", place: str) -> "AttentionState":
         """See titans_pt.layers.state.join_rows."""
-        if any(state.visible is not None for state in states):
-            states = [state if state.visible is not None else state.marked() for state in states]
+        entries = {state.k.shape[1] for state in states}
+        full = {state.k.shape[1] for state in states if state.k.shape[1] < state.position}  # windows of this size
+        same_window = not full or full == {max(entries)}
+        states = counted_together(states)
+        if same_window and (len(entries) > 1 or any(state.visible is not None for state in states)):
+            states = [state.with_room(max(entries)) for state in states]
         return join_parts(states, place)
 
-    def marked(self) -> "AttentionState":
-        """The state with ``visible`` for rows that see all cached tokens."""
-        return replace(self, visible=torch.full((len(self.k),), self.k.shape[1], device=self.k.device))
+    def take_rows(self, index: Tensor) -> "AttentionState":
+        """See titans_pt.layers.state.take_rows. Entries that no row uses any more are dropped."""
+        (taken,) = counted_together([take_parts(self, index)])
+        if taken.visible is None:
+            return taken
+        unused = max(0, taken.k.shape[1] - taken.position)
+        k, v = (x[:, unused:] for x in (taken.k, taken.v))
+        return replace(taken, k=k, v=v, visible=None if bool((taken.visible == k.shape[1]).all()) else taken.visible)
+
+    def with_room(self, entries: int) -> "AttentionState":
+        """The state with this many entries, unused ones first, and ``visible`` for all rows."""
+        rows, own = self.k.shape[:2]
+        k, v = (torch.cat([x.new_zeros(rows, entries - own, *x.shape[2:]), x], 1) for x in (self.k, self.v))
+        visible = torch.full((rows,), own, device=k.device) if self.visible is None else self.visible
+        return replace(self, k=k, v=v, visible=visible)
 
 
 class Attention(nn.Module):
@@ -92,9 +110,10 @@ class Attention(nn.Module):
         k, v = (y.unflatten(-1, (self.kv_heads, -1)) for y in (self.k(x), self.v(x)))
         return (k if self.k_norm is None else self.k_norm(k)), v
 
-    def rotation_from(self, first: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Rotation of heads shaped like ``like`` (B, T, H, D), for tokens from position ``first`` on."""
-        return rotation_from(first, like, self.rope_base, self.rope_scaling)
+    def rotation_from(self, first: int, like: Tensor, behind: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Rotation of heads shaped like ``like`` (B, T, H, D), for tokens from position ``first`` on, or for each row
+        from ``first`` - ``behind`` (B,) on."""
+        return rotation_from(first, like, self.rope_base, self.rope_scaling, behind)
 
     def turns(self) -> Tensor:
         """(D / 2,) fp64: turns per token of the rotation."""
@@ -134,13 +153,13 @@ class Attention(nn.Module):
             ValueError: the state is of attention with another window, other sinks or other heads.
         """
         batch, length = plain.shape[:2]
-        position = state.position if state else 0
+        position, behind = (state.position, state.behind) if state else (0, None)
         # Compiled code does not check: it would be compiled again for every position in a stream.
         if state and not torch.compiler.is_compiling() and not self.fits(state):
             raise ValueError(f"state: given one of another attention, keys {tuple(state.k.shape)} after {position} "
                              f"tokens; window={self.window}, sinks={self.sinks} and {self.kv_heads} heads here keep "
                              "others")  # fmt: skip
-        turn = self.rotation_from(position, plain)
+        turn = self.rotation_from(position, plain, behind)
         q, k = rotate(plain, *turn), rotate(k, *turn)
         if state:
             prefix_k, prefix_v = (p if p is None else p.to(k.dtype) for p in (state.prefix_k, state.prefix_v))
@@ -154,7 +173,7 @@ class Attention(nn.Module):
         bounds = None if documents is None else documents.bounds
         y = causal_attention(q, k, v, window=self.window, sinks=self.sinks, prefix=always, first=first, bounds=bounds)
         k, v, visible = self._after(k, v, first)
-        return y.flatten(-2), AttentionState(k, v, prefix_k, prefix_v, visible, position + length)
+        return y.flatten(-2), AttentionState(k, v, prefix_k, prefix_v, visible, position + length, behind)
 
     def fits(self, state: AttentionState) -> bool:
         """Whether ``state`` has as many keys and heads as attention with this window and these sinks keeps."""

@@ -1,6 +1,7 @@
 """Parts that layers around a linear recurrence share: its state, unit keys, and the decay of selective state spaces."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -8,18 +9,29 @@ from torch import Tensor, nn
 
 from titans_pt.kernels.memory.state import state_dtype
 from titans_pt.layers.sharding import Shard
+from titans_pt.layers.state import counted_together, join_parts, take_parts
 
 
 @dataclass
 class RecurrentState:
     """memory: (B, H, K, V) or (B, channels, N), fp32 (fp64 for fp64 inputs).
     inputs: the newest conv_width - 1 inputs of each convolution, (B, conv_width - 1, width).
-    position: tokens read so far.
+    position, behind: tokens read so far, see titans_pt.layers.state.counted_together.
     """
 
     memory: Tensor
     inputs: tuple[Tensor, ...] = ()
     position: int = 0
+    behind: Tensor | None = None
+
+    @staticmethod
+    def join_rows(states: "Sequence[RecurrentState]", place: str) -> "RecurrentState":
+        """See titans_pt.layers.state.join_rows."""
+        return join_parts(counted_together(states), place)
+
+    def take_rows(self, index: Tensor) -> "RecurrentState":
+        """See titans_pt.layers.state.take_rows."""
+        return counted_together([take_parts(self, index)])[0]
 
     def of_inputs(self, *shapes: tuple[int, ...]) -> tuple[Tensor, ...]:
         """The inputs, which must have these ``shapes``.

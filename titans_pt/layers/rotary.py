@@ -38,10 +38,16 @@ def rotation(
     return angle.cos(), angle.sin()
 
 
-def rotation_from(first: int, like: Tensor, base: float, scaling: RopeScaling | None = None) -> tuple[Tensor, Tensor]:
-    """:func:`rotation` of tokens first, first + 1, ... for ``like`` (B, T, H, D): one for all layers of a model."""
-    if torch.compiler.is_compiling():
+def rotation_from(
+    first: int, like: Tensor, base: float, scaling: RopeScaling | None = None, behind: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """:func:`rotation` of tokens first, first + 1, ... for ``like`` (B, T, H, D): one for all layers of a model.
+
+    behind: (B,) int64, what each row's positions are smaller by.
+    """
+    if torch.compiler.is_compiling() or behind is not None:
         place = torch.arange(first, first + like.shape[1], device=like.device)
+        place = place if behind is None else place - behind.to(like.device)[:, None]
         return rotation(place, like.shape[-1], base, like.dtype, scaling)
     return _rotation_from(
         first, like.shape[1], like.shape[-1], base, scaling, like.dtype, like.device,

@@ -121,12 +121,16 @@ def take_rows(state: Any, index: torch.Tensor) -> Any:
     """Copy of the rows at ``index`` (n,) int64, in that order; a row may repeat. Gradients flow through it.
 
     It serves beam search, and several continuations of each row. A dataclass whose rows are not the first dimension of
-    its tensors has a method of this name. A tensor that all rows share is a field with ``SHARED`` as its metadata.
+    its tensors, or that has more to do, has a method of this name. A tensor that all rows share is a field with
+    ``SHARED`` as its metadata.
     """
     if isinstance(state, torch.Tensor):
         return state.index_select(0, index.to(state.device))
-    if hasattr(state, "take_rows"):
-        return state.take_rows(index)
+    return state.take_rows(index) if hasattr(state, "take_rows") else take_parts(state, index)
+
+
+def take_parts(state: Any, index: torch.Tensor) -> Any:
+    """:func:`take_rows`, part by part."""
     shared = {f.name for f in fields(state) if f.metadata.get("shared")} if is_dataclass(state) else ()
     return with_parts(state, [fork(part) if name in shared else take_rows(part, index) for name, part in parts(state)])
 
@@ -161,7 +165,7 @@ def join_parts(states: Sequence[Any], place: str) -> Any:
         if _form(state) != _form(first):
             raise UserError(
                 f"states: {place} is {_form(first)} in one and {_form(state)} in another; join states of one layer, "
-                "device and dtype; with attention or retnet, after equally many tokens"
+                "device and dtype"
             )
     if isinstance(first, torch.Tensor):
         return torch.cat(tuple(states))
@@ -175,6 +179,22 @@ def join_parts(states: Sequence[Any], place: str) -> Any:
             raise UserError(f"states: {inner} differs; join states that one layer made with the same weights")
         joined.append(part)
     return with_parts(first, joined)
+
+
+def counted_together(states: Sequence[Any]) -> list[Any]:
+    """The states with one count of tokens. Each has ``position``, the tokens that its longest row has read, and
+    ``behind``, (B,) int64, how many fewer each row has read; None: all rows have read equally many.
+
+    ``position`` and ``behind`` become as small as they can be: a batch's longest rows may have left it.
+    """
+    position = max(state.position for state in states)
+    behind = [torch.zeros(rows(state) or 0, dtype=torch.int64) if state.behind is None else state.behind.cpu()
+              for state in states]  # fmt: skip
+    behind = [row + (position - state.position) for row, state in zip(behind, states, strict=True)]
+    least = min((int(row.min()) for row in behind if len(row)), default=0)
+    differ = any(bool((row != least).any()) for row in behind)
+    return [replace(state, position=position - least, behind=row - least if differ else None)
+            for row, state in zip(behind, states, strict=True)]  # fmt: skip
 
 
 def _form(state: Any) -> str:

@@ -45,11 +45,11 @@ def take_rows(state: S, index: Tensor) -> S:
 def join_rows(states: Sequence[S]) -> S:
     """One state of the rows of all ``states``, in order; a copy. Gradients flow through it.
 
-    The streams may be in different places of their chunks, segments and documents. Attention and retnet count
-    positions for the whole batch: their streams must have read equally many tokens.
+    The streams may have read unequally many tokens, and be in different places of their chunks, segments and documents.
+    Full attention fills the shorter streams' cache up with unused entries, which leave with the longest stream.
 
     Raises:
-        UserError: no state, states of different layers, devices or dtypes, or of streams that do not fit together.
+        UserError: no state, or states of different layers, weights, devices or dtypes.
     """
     return inner.join_rows([_checked(state) for state in states])
 

@@ -24,7 +24,8 @@ def attention_plan(attention: nn.Module, x: Tensor, prefix: bool) -> TokenPlan:
     attend, k, v = AttentionToken(attention.n_heads, attention.kv_heads, *queries), k.view(shape), v.view(shape)
 
     def accepts(state: AttentionState) -> bool:
-        return attention.fits(state) and state.visible is None and (state.prefix_k is not None) == prefix
+        alike = state.visible is None and state.behind is None  # one window and one rotation for all rows
+        return attention.fits(state) and alike and (state.prefix_k is not None) == prefix
 
     def advance(state: AttentionState) -> AttentionState:
         rotation.at(state.position)

@@ -41,6 +41,8 @@ def mac_plan(mixer: MAC, x: Tensor, term: Tensor) -> TokenPlan:
     def accepts(state: MACState) -> bool:
         if not (mixer.fits(state) and memory.accepts(state.memory)) or (state.persistent is not None) != prefix:
             return False
+        if state.behind is not None:  # one rotation for all rows
+            return False
         alike = [w.shape for w in state.read_weights] == [w.shape for w in state.memory.memory.weights]
         alike = alike and state.read_conv.shape == conv and state.k.shape[2:] == state.h_k.shape[2:] == heads
         alike = alike and all(t.dtype == x.dtype for t in (*state.read_weights, state.read_conv))

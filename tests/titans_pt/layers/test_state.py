@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.conftest import TINY, merged
-from tests.helpers.mixers import own_settings, small_model
+from tests.helpers.mixers import form, own_settings, small_model
 from titans_pt.config import Config
 from titans_pt.errors import UserError
 from titans_pt.layers.state import join_rows, take_rows, tensors
@@ -34,8 +34,6 @@ def test_rows_that_were_taken_go_on_as_they_would_have(mixer, cut):
     assert not any(tensor.untyped_storage().data_ptr() in places for tensor in tensors(taken) if tensor.numel())
 
 
-COUNTING = {"attention", "swa", "liza", "mab", "mac", "mag", "mal", "retnet"}
-"""Mixers that count positions for the whole batch."""
 VARIANTS = [
     {"mixers": ["swa", "mac"], "attention": {"sinks": 2}},
     {"mixers": ["mag", "mac"], "persistent_tokens": 0},
@@ -76,24 +74,32 @@ def _join_and_go_on(model, reads: tuple[int, int]):
 
 @pytest.mark.parametrize("mixer", MIXERS.built_in())
 def test_joined_rows_go_on_as_they_would_have(mixer):
-    """Streams may be in different places of their chunks and segments; mixers that count positions for the whole batch
-    need streams of equally many tokens."""
+    """Streams may be in different places of their chunks and segments, and have read unequally many tokens."""
     model = small_model([mixer])
-    _join_and_go_on(model, (18, 18))
-    if mixer not in COUNTING:
-        _join_and_go_on(model, (18, 7))
-        return
-    states = [model(torch.randint(3, 50, (2, tokens)))[1] for tokens in (18, 7)]
-    with pytest.raises(UserError, match=r"^states: blocks\.0\.[\w.]+ is .*; .* after equally many tokens$"):
-        join_rows(states)
+    for reads in ((18, 18), (18, 7), (7, 18)):
+        _join_and_go_on(model, reads)
 
 
 @pytest.mark.parametrize("settings", VARIANTS, ids=str)
 def test_joined_rows_of_other_forms_of_state(settings):
     model = small_model(**{"mixers": ["lmm"], **settings})
-    _join_and_go_on(model, (18, 18))
-    if not COUNTING & set(settings["mixers"]):
-        _join_and_go_on(model, (18, 7))
+    for reads in ((18, 18), (18, 7), (7, 18)):
+        _join_and_go_on(model, reads)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("mixer", ["attention", "swa", "mag", "mal", "retnet", "lmm"])
+def test_a_stream_leaves_as_it_came(mixer):
+    """Nothing of the streams that it was joined with stays in its state."""
+    model = small_model([mixer])
+    long, short = (model(torch.randint(3, 50, (2, tokens)))[1] for tokens in (18, 3))
+    more = torch.randint(3, 50, (4, 4))
+    joined = model(more, join_rows([long, short]))[1]
+    alone = model(more[2:], short)[1]
+    back = take_rows(joined, torch.tensor([2, 3]))
+    assert form(back) == form(alone)
+    for found, expected in zip(tensors(back), tensors(alone), strict=True):
+        torch.testing.assert_close(found, expected)
 
 
 def test_what_is_not_joined():
@@ -105,7 +111,7 @@ def test_what_is_not_joined():
 
     for others, words in (
         ([], "states: given none"),
-        ([state(), state(tokens=6)], "position is 5 in one and 6"),
+        ([state(), state(window=4, tokens=9)], r"blocks.0.attention.k is torch.float64 \(5, 4, 8\) on cpu"),
         ([state(), state(window=4)], r"blocks.0.attention.k is torch.float64 \(5, 4, 8\) on cpu"),
         ([state(), state(dtype=torch.float32)], "one and torch.float32"),
         ([state(), state().blocks], "the whole is LanguageModelState of 1 in one and list of 2"),

@@ -133,7 +133,9 @@ def test_torch_export_is_right_or_refused(name):
 
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
-@pytest.mark.parametrize("name", ["swa", "mamba", "longhorn", "gated_deltanet", "gla", "memory", "mac", "hope", "ttt_mlp"])
+@pytest.mark.parametrize(
+    "name", ["swa", "mamba", "longhorn", "gated_deltanet", "gla", "memory", "mac", "hope", "ttt_mlp"]
+)
 def test_torch_jit_trace_is_right_or_refused(name):
     """For the length of the example alone: traces hold no other."""
     net = Outputs(LAYERS[name]() if name in LAYERS else mixer(name, 16)).eval()

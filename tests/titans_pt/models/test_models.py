@@ -7,10 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.helpers.mixers import form
 from titans_pt.config import Config, MemoryConfig, ModelConfig
 from titans_pt.config.checks import checked_model
 from titans_pt.errors import UserError
-from titans_pt.layers.state import parts, tensors
+from titans_pt.layers.state import tensors
 from titans_pt.models import build_model
 from titans_pt.models.mixers import MIXERS
 
@@ -214,13 +215,6 @@ def test_a_state_of_other_rows(mixer):
 def test_sizes_that_do_not_fit_without_a_file_of_settings(changes, error, message):
     with pytest.raises(error, match=message):
         build_model(ModelConfig(**{"mixers": ["mac"], "d_model": 16, "n_heads": 2, "vocab_size": 9} | changes))
-
-
-def form(state):
-    """Classes and shapes of all parts of a state."""
-    if isinstance(state, torch.Tensor):
-        return tuple(state.shape)
-    return type(state), [form(part) for _, part in parts(state)]
 
 
 @torch.no_grad()

@@ -19,7 +19,7 @@ from titans_pt.layers.gradients import with_gradients
 from titans_pt.layers.memory import NeuralMemory, NeuralMemoryState, Projection
 from titans_pt.layers.rotary import rotate
 from titans_pt.layers.sharding import Shard
-from titans_pt.layers.state import SHARED, join_parts
+from titans_pt.layers.state import SHARED, counted_together, join_parts, take_parts
 from titans_pt.models.mixers.base import MIXERS, Need
 from titans_pt.models.mixers.common import (
     BranchGate,
@@ -43,7 +43,7 @@ class MACState:
     k, v: (B, n, K, D), rotated keys and values of the newest n tokens, which are in unfinished segments.
     h_k, h_v: (B, m, H, D), the same for memory tokens; h_place: (m,) int64, the tokens that they belong to.
     offset: (B,) int64, tokens read of each row's segment. h_place and offset stay on the host.
-    position: tokens read in all.
+    position, behind: tokens read in all, see titans_pt.layers.state.counted_together. Places count up to ``position``.
     persistent: keys and values of the persistent tokens, (B, P, K, D) each, from the weights that read so far; None
         without persistent tokens, or in an old state that did not keep them.
     """
@@ -59,13 +59,24 @@ class MACState:
     offset: Tensor
     position: int
     persistent: tuple[Tensor, Tensor] | None = None
+    behind: Tensor | None = None
 
     @staticmethod
     def join_rows(states: "Sequence[MACState]", place: str) -> "MACState":
         """See titans_pt.layers.state.join_rows. Masks hide tokens and memory tokens that are not a row's own."""
+        states = [state.at(counted) for state, counted in zip(states, counted_together(states), strict=True)]
         newest = max(state.k.shape[1] for state in states)
         places = sorted(set().union(*(state.h_place.tolist() for state in states)))
         return join_parts([state.with_room(newest, places) for state in states], place)
+
+    def take_rows(self, index: Tensor) -> "MACState":
+        """See titans_pt.layers.state.take_rows."""
+        taken = take_parts(self, index)
+        return taken.at(*counted_together([taken]))
+
+    def at(self, counted: "MACState") -> "MACState":
+        """The state with the count of tokens of ``counted``."""
+        return replace(counted, h_place=self.h_place + (counted.position - self.position))
 
     def with_room(self, newest: int, places: list[int]) -> "MACState":
         """The state with zeros for other rows' tokens: the ``newest`` ones, and memory tokens at ``places``."""
@@ -229,11 +240,11 @@ class MAC(MemoryMixer):
         self, x: Tensor, state: MACState | None = None, documents: Documents | None = None
     ) -> tuple[Tensor, MACState]:
         attention, length = self.attention, x.shape[1]
-        base = state.position if state else 0
+        base, behind = (state.position, state.behind) if state else (0, None)
         # state as a keyword: tensor ranks sum the gradients of positional arguments
         queries, read_conv = self.read(x, state=state and state.read_conv, documents=documents)
         plain = attention.queries(x)
-        turn = attention.rotation_from(base, plain)
+        turn = attention.rotation_from(base, plain, behind)
         k, v = attention.keys_values(x)
         q, k = rotate(plain, *turn), rotate(k, *turn)
         prefix = self._prefix(k, state)
@@ -263,7 +274,9 @@ class MAC(MemoryMixer):
             read_weights = _choose(piece.new_segment, _choose(piece.new_document, initial, current), read_weights)
             if piece.groups:
                 chosen = segments.selection(piece.groups, x.device)
-                new_k, new_v = recall(self, queries[:, chosen], [part[chosen] for part in turn], read_weights, norm)
+                new_k, new_v = recall(
+                    self, queries[:, chosen], [part[..., chosen, :, :] for part in turn], read_weights, norm
+                )
                 h = h.followed_by(new_k, new_v, piece.groups)
             h = h.since(piece.oldest)
             if piece.oldest < base + piece.begin:  # the segment began before the piece
@@ -280,7 +293,7 @@ class MAC(MemoryMixer):
         h, kept = h.since(oldest), slice(oldest - first, None)
         after = MACState(
             memory, read_weights, read_conv, k[:, kept], v[:, kept], h.k, h.v,
-            torch.tensor(h.places, dtype=torch.int64), torch.tensor(segments.offset), base + length, prefix,
+            torch.tensor(h.places, dtype=torch.int64), torch.tensor(segments.offset), base + length, prefix, behind,
         )  # fmt: skip
         # A piece in which no group of tokens begins reads no memory token.
         return with_gradients(self.out(torch.cat(outputs, 1)), queries), after

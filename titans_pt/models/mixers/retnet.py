@@ -11,7 +11,7 @@ from titans_pt.config import ModelConfig, Section
 from titans_pt.layers.documents import Documents
 from titans_pt.layers.norm import RMSNorm
 from titans_pt.layers.recurrence import RecurrentState
-from titans_pt.layers.rotary import rotate, rotation
+from titans_pt.layers.rotary import rotate, rotation_from
 from titans_pt.layers.sharding import Shard
 from titans_pt.models.mixers.base import MIXERS
 from titans_pt.models.mixers.recurrent import HeadWidthMixer, linear
@@ -71,11 +71,11 @@ class RetNet(HeadWidthMixer):
     def forward(
         self, x: Tensor, state: RecurrentState | None = None, documents: Documents | None = None
     ) -> tuple[Tensor, RecurrentState]:
-        first = state.position if state else 0
-        place = torch.arange(first, first + x.shape[1], device=x.device)
-        turn = rotation(place, self.key_width, self.rope_base, x.dtype)
-        q, k = (rotate(self.split(y), *turn) for y in (self.q(x), self.k(x)))
+        first, behind = (state.position, state.behind) if state else (0, None)
+        q, k = self.split(self.q(x)), self.split(self.k(x))
+        turn = rotation_from(first, q, self.rope_base, behind=behind)
+        q, k = rotate(q, *turn), rotate(k, *turn)
         q, v = q * self.key_width**-0.5, self.split(self.v(x))
         y, memory = self.remember(q, k, v, self.decays(x), None, state, documents)
         y = self.norm(y) * F.silu(self.split(self.gate(x)))
-        return self.out(y.flatten(-2)), RecurrentState(memory, position=first + x.shape[1])
+        return self.out(y.flatten(-2)), RecurrentState(memory, (), first + x.shape[1], behind)
