@@ -111,10 +111,9 @@ def _own_rates(study: Study) -> Grid | None:
 
 def _choice(study: Study, model: str, order: Order) -> Choice | None:
     """Choice of a model's learning rate; None: the configured rate is used."""
-    own = _own_rates(study)
-    grid = Grid(tuple(order.rates)) if order.rates else own
+    grid = Grid(tuple(order.rates)) if order.rates else _own_rates(study)
     probe = cache(lambda rate: _probe(study, model, rate, order))
-    return grid and Choice(grid, probe, named=bool(order.rates and own))
+    return grid and Choice(grid, probe, named=bool(order.rates))
 
 
 def _before(study: Study, row: Row, order: Order) -> str | None:

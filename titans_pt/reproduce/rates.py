@@ -11,7 +11,7 @@ PROBE_SHARE = 10
 class Progress:
     """State of a choice.
 
-    rates: all rates that the rule requires so far, in ascending order. missing: rates that were not tried yet. bests:
+    rates: all rates whose probes the rule requires so far, in ascending order. missing: rates that were not tried yet. bests:
     the best rate of each grid that was tried completely, the newest first.
     """
 
@@ -34,10 +34,12 @@ class Grid:
     def progress(self, losses: Mapping[float, float]) -> Progress:
         """State after probes with these losses; a failed probe has an infinite loss.
 
-        Of two rates with equal losses the smaller one wins. The state depends on the losses alone: processes that see
+        A fixed grid of one rate leaves nothing to choose, and requires no probe. Of two rates with equal losses the smaller one wins. The state depends on the losses alone: processes that see
         the same records try the same rates.
         """
         rates, bests = sorted(set(self.first)), []
+        if self.within is None and len(rates) == 1:
+            return Progress((), (), tuple(rates))
         while not (missing := [rate for rate in rates if rate not in losses]):
             best = min(rates, key=losses.__getitem__)
             bests.append(best)

@@ -42,7 +42,7 @@ def test_a_grid_grows_until_its_best_is_inside(losses, state):
 
 def test_a_grid_given_by_hand_stays():
     assert Grid((8e-3, 4e-3)).progress({4e-3: 2.0, 8e-3: 1.0}) == Progress((4e-3, 8e-3), (), (8e-3,))
-    assert Grid((8e-3,)).progress({8e-3: 1.0}) == Progress((8e-3,), (), (8e-3,))
+    assert Grid((8e-3,)).progress({}) == Progress((), (), (8e-3,)), "one rate leaves nothing to choose"
 
 
 class Made:
@@ -153,8 +153,9 @@ def test_rates_by_hand_are_exactly_these_and_stand_beside_the_rule(tmp_path):
     assert by_rule.records.names("rmt-s0") == []
     by_hand.whole(ready, 3.0)
     assert by_rule.records.names("rmt-s0") == ["rmt-s0-lr0.008"] and by_rule.kept() == (set(), [])
-    _, full = planned(study("table1", "340m"), Order(tmp_path, models=["rmt"], rates=(1e-3,)))
-    assert not full[0].choice.named, "a size without a rule has no other rates"
+    for target, size in (("table1", "340m"), ("needles", "tiny")):  # without a rule for rates: beside the configured one
+        _, planned_here = planned(study(target, size), Order(tmp_path, models=["rmt"], rates=(1e-3,)))
+        assert planned_here[0].settled(Records(tmp_path / "none")).name == "rmt-s0-lr0.001"
 
 
 def test_variants_have_the_rate_of_their_model(tmp_path):
