@@ -11,8 +11,8 @@ PROBE_SHARE = 10
 class Progress:
     """State of a choice.
 
-    rates: all rates whose probes the rule requires so far, in ascending order. missing: rates that were not tried yet. bests:
-    the best rate of each grid that was tried completely, the newest first.
+    rates: all rates whose probes the rule requires so far, in ascending order. missing: rates that were not tried yet.
+    bests: the best rate of each grid that was tried completely, the newest first.
     """
 
     rates: tuple[float, ...]
@@ -34,8 +34,8 @@ class Grid:
     def progress(self, losses: Mapping[float, float]) -> Progress:
         """State after probes with these losses; a failed probe has an infinite loss.
 
-        A fixed grid of one rate leaves nothing to choose, and requires no probe. Of two rates with equal losses the smaller one wins. The state depends on the losses alone: processes that see
-        the same records try the same rates.
+        A fixed grid of one rate leaves nothing to choose, and requires no probe. Of two rates with equal losses the
+        smaller one wins. The state depends on the losses alone: processes that see the same records try the same rates.
         """
         rates, bests = sorted(set(self.first)), []
         if self.within is None and len(rates) == 1:

@@ -153,7 +153,7 @@ def test_rates_by_hand_are_exactly_these_and_stand_beside_the_rule(tmp_path):
     assert by_rule.records.names("rmt-s0") == []
     by_hand.whole(ready, 3.0)
     assert by_rule.records.names("rmt-s0") == ["rmt-s0-lr0.008"] and by_rule.kept() == (set(), [])
-    for target, size in (("table1", "340m"), ("needles", "tiny")):  # without a rule for rates: beside the configured one
+    for target, size in (("table1", "340m"), ("needles", "tiny")):  # no rule: beside the configured rate
         _, planned_here = planned(study(target, size), Order(tmp_path, models=["rmt"], rates=(1e-3,)))
         assert planned_here[0].settled(Records(tmp_path / "none")).name == "rmt-s0-lr0.001"
 
