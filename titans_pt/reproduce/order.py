@@ -13,7 +13,7 @@ from titans_pt.errors import UserError
 from titans_pt.models.mixers.common import any_memory
 from titans_pt.reproduce.measures import Measure
 from titans_pt.reproduce.own import is_own, name_of, with_own
-from titans_pt.reproduce.rates import PROBE_SHARE, Grid
+from titans_pt.reproduce.rates import Grid
 from titans_pt.reproduce.runs import Choice, Run
 from titans_pt.reproduce.study import TITANS, Row, Study
 from titans_pt.reproduce.timing import Timing
@@ -111,9 +111,22 @@ def _own_rates(study: Study) -> Grid | None:
 
 def _choice(study: Study, model: str, order: Order) -> Choice | None:
     """Choice of a model's learning rate; None: the configured rate is used."""
-    grid = Grid(tuple(order.rates)) if order.rates else _own_rates(study)
-    probe = cache(lambda rate: _probe(study, model, rate, order))
-    return grid and Choice(grid, probe, named=bool(order.rates))
+    own = _own_rates(study)
+    grid = Grid(tuple(order.rates)) if order.rates else own
+    if grid is None:
+        return None
+    row = Row(model)
+    seed = seeds_of(study, row, order)[0]
+    first = Run(run_name(row, seed), model, "", _config(study, row, seed, order, order.tokens, run_name(row, seed), ()))
+    plain = grid.first if not order.rates else () if own else (first.config.train.lr,)
+
+    @cache
+    def probe(rate: float) -> Run:
+        if study.probe_share == 1:
+            return first.at(rate, named=rate not in plain)
+        return _probe(study, model, rate, order)
+
+    return Choice(grid, probe, plain)
 
 
 def _before(study: Study, row: Row, order: Order) -> str | None:
@@ -162,10 +175,10 @@ def _timing(study: Study, row: Row, order: Order) -> Timing:
 
 
 def _probe(study: Study, model: str, rate: float, order: Order) -> Run:
-    """Run of the unchanged model with a tenth of the tokens, at seed 0; the model's variants use the same rate."""
+    """Short run of the unchanged model at seed 0; the model's variants use the same rate."""
     name, row = f"{model}-lr{rate:g}", Row(model)
     whole = _config(study, row, 0, order, order.tokens, name, ())
-    tokens = whole.train.max_steps * whole.train.batch_tokens // PROBE_SHARE
+    tokens = whole.train.max_steps * whole.train.batch_tokens // study.probe_share
     return Run(name, model, "", _config(study, row, 0, order, tokens, name, (f"train.lr={rate!r}",)))
 
 

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from titans_pt.reproduce.pictures import by_row
 from titans_pt.reproduce.published import published
-from titans_pt.reproduce.rates import PROBE_SHARE
 from titans_pt.reproduce.records import Records
 from titans_pt.reproduce.runs import Run
 from titans_pt.reproduce.study import Study
@@ -34,9 +33,10 @@ def write(study: Study, runs: Sequence[Run], records: Records, out: Path) -> lis
         words = "Nats behind the best, on the same text (95 % interval over its streams and over seeds; a tie: with 0)"
         others.append((words, apart))
     if chosen := rates(runs, records):
-        words = f"Validation loss after 1/{PROBE_SHARE} of the tokens, by learning rate; the lowest is taken"
+        after = f"1/{study.probe_share} of the tokens" if study.probe_share > 1 else "the whole training"
+        words = f"Validation loss after {after}, by learning rate; the lowest is taken"
         others.append((words, chosen))
-    if compared := tenths(runs, records):
+    if study.probe_share > 1 and (compared := tenths(runs, records)):
         others.append(("Whether probes order learning rates as whole runs do (validation loss, seed 0)", compared))
     others.append(("Every figure", details(found)))
     shown = by_row([(row.name, record) for row in study.rows for record in kept_of(row, runs, records).values()])

@@ -3,9 +3,6 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-PROBE_SHARE = 10
-"""Divisor of a run's tokens for the short runs (probes) that try learning rates."""
-
 
 @dataclass(frozen=True)
 class Progress:

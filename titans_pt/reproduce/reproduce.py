@@ -198,6 +198,8 @@ def plan(runs: Sequence[Run], records: Records) -> Table:
         undone = (ready or run).missing(ready and ready.record(records))
         if not ready and any(records.of(each.name, each.config) for each in run.chosen(records)):
             undone = ["training, if its learning rate changes"]
+        elif not ready and run.is_a_probe(records):
+            undone.remove("training")
         if "training" in undone:
             total = {key: total[key] + getattr(cost, key) for key in total}
         table.rows.append([

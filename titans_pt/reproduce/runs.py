@@ -34,15 +34,15 @@ from titans_pt.training.plan import Cost, cost_of
 
 @dataclass(frozen=True)
 class Choice:
-    """Choice of a learning rate by short runs, ``probe(rate)``, on a ``grid``.
+    """Choice of a learning rate by runs ``probe(rate)`` on a ``grid``.
 
-    named: whether the run's name always contains its rate. False: it contains only rates that the grid grew to, which
-    keeps the records of smaller grids valid.
+    plain: rates that are not in the names of runs: those of the first grid, which keeps its records valid, or the
+    config's.
     """
 
     grid: Grid
     probe: Callable[[float], "Run"]
-    named: bool = False
+    plain: tuple[float, ...] = ()
 
     def progress(self, records: Records) -> tuple[Progress, dict[float, float]]:
         """State of the choice, and the losses by rate for probes that have a record."""
@@ -92,6 +92,14 @@ class Run:
         """Short runs that the choice of the learning rate requires so far, the lowest rate first."""
         return [self.choice.probe(rate) for rate in self.choice.progress(records)[0].rates] if self.choice else []
 
+    def is_a_probe(self, records: Records) -> bool:
+        """Whether the choice of its learning rate also trains it: its probes are whole runs of this seed."""
+
+        def what(run: Run) -> tuple:
+            return run.variant, run.config.run.seed, run.config.train.max_steps
+
+        return what(self) in map(what, self.probes(records))
+
     def at(self, rate: float, named: bool) -> "Run":
         """The run with a learning rate, which is in its name if ``named``."""
         config, name = self.config, f"{self.name}-lr{rate:g}" if named else self.name
@@ -111,8 +119,7 @@ class Run:
             return []
         if self.choice is None:
             return [self]
-        first, named = self.choice.grid.first, self.choice.named
-        return [self.at(rate, named or rate not in first) for rate in rates]
+        return [self.at(rate, named=rate not in self.choice.plain) for rate in rates]
 
     def settled(self, records: Records) -> "Run | None":
         """The run with the learning rate that the probes chose; None while a probe or an earlier run is missing."""
@@ -142,9 +149,12 @@ class Run:
         """
         return {
             "name": self.name, "model": self.model, "variant": self.variant, "seed": self.config.run.seed,
-            "failed": failed, "rates": [[rate, loss if math.isfinite(loss) else None] for rate, loss in self.rates],
+            "failed": failed, "rates": self._tried(),
             "trained": trained, "measured": {}, "config": portable(self.config),
         }  # fmt: skip
+
+    def _tried(self) -> list[list[float | None]]:
+        return [[rate, loss if math.isfinite(loss) else None] for rate, loss in self.rates]
 
     def complete(self, records: Records, ranks: int, claim: int) -> int:
         """Do the missing work and write it to the record; return 0, or the status of a training that was stopped.
@@ -184,6 +194,7 @@ class Run:
                     f"{records.path(self.name)}: trained elsewhere, and {folder.path} has no weights to measure "
                     f"{measure.name} of; copy the run's folder there, or delete the record to train it again"
                 )
+            record["rates"] = record["rates"] or self._tried()  # none if it was trained as a probe
             before = record["measured"].get(measure.name, {})
             record["measured"][measure.name] = measure.take(folder.path, config, before)
             records.write(self.name, record)
@@ -191,11 +202,15 @@ class Run:
 
 
 def in_order(runs: Sequence[Run], records: Records) -> list[Run]:
-    """``runs``, each after the probes that the choice of its learning rate requires so far; every probe once."""
-    found: dict[str, Run] = {}
+    """``runs``, each after the probes that the choice of its learning rate requires so far; every probe once.
+
+    A probe may have the name of a run, which then measures the probe's weights.
+    """
+    found: dict[tuple[str, bool], Run] = {}
     for run in runs:
-        for each in (*run.probes(records), run):
-            found.setdefault(each.name, each)
+        for probe in run.probes(records):
+            found.setdefault((probe.name, True), probe)
+        found.setdefault((run.name, False), run)
     return list(found.values())
 
 

@@ -251,7 +251,7 @@ def _recall(size: str) -> Study:
     rows = (*(Row(model) for model in MODELS), Row("lmm-hierarchy"), *variants, *ideas(257, 190))
     return Study(
         "recall", "Associative recall outside the attention window", size, rows, columns,
-        (Measure("recall", "recall"),), size, note, folder="recall", rated=False,
+        (Measure("recall", "recall"),), size, note, folder="recall", rated=False, probe_share=1,
         seeds=dict.fromkeys(TITANS, (0, 1, 2)), pictures=(pictures.training, pictures.recall),
     )  # fmt: skip
 
@@ -276,7 +276,7 @@ def needles_in_noise(
     note = "Percent right of needles shown once in noise; trained at no more than 2,048 tokens."
     return Study(
         "needles", "Needles in noise, far beyond the training length", "tiny", (), columns, taken, "tiny", note,
-        folder="needles", rated=False, pictures=(pictures.training, pictures.needles),
+        folder="needles", rated=False, probe_share=1, pictures=(pictures.training, pictures.needles),
     )  # fmt: skip
 
 

@@ -111,6 +111,9 @@ class Study:
     """Folder of configs/ with the models. "": the size's folder."""
     rated: bool = True
     """Whether the learning rates of its size are tried; False: the configured rate is used."""
+    probe_share: int = 10
+    """Divisor of a run's tokens for the runs (probes) that try learning rates. 1: the probes are the runs of the first
+    seed, for tasks on which the loss of a short training says nothing."""
     own: dict[str, str] = field(default_factory=dict)
     """Config files of a user's own models, by the models' names."""
     seeds: dict[str, tuple[int, ...]] = field(default_factory=dict)

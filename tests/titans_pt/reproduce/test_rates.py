@@ -181,3 +181,26 @@ def test_without_a_rule_the_configured_rate_is_taken(tmp_path):
     asked = replace(study("table1", "tiny"), rated=False)
     run = runs_of(asked, Order(tmp_path, models=["rmt"]))[0]
     assert run.settled(Records(tmp_path)) == run and not run.probes(Records(tmp_path))
+
+
+def test_whole_trainings_are_the_probes_where_a_short_one_says_nothing(tmp_path, capsys):
+    """The runs of the first seed; the config's own rate needs no name, which keeps its record."""
+    order = Order(tmp_path, models=["mamba2", "lmm"], seeds=(0, 1), rates=(1.5e-3, 3e-3, 6e-3))
+    whole, records = study("needles", "tiny"), Records(tmp_path / "records")
+    _, runs = planned(whole, order)
+    names = [run.name for run in in_order(runs, records)]
+    assert names[:4] == ["mamba2-s0-lr0.0015", "mamba2-s0", "mamba2-s0-lr0.006", "mamba2-s0"]
+    show_plan(whole, order)
+    rows = [line.split("|") for line in capsys.readouterr().out.splitlines() if line.startswith("| mamba2")]
+    assert [row[-2].strip() for row in rows] == [*["training"] * 3, "needles, far", "training, needles, far"]
+    first, second = runs[0], next(run for run in runs if run.name == "mamba2-s1")
+    for rate, loss in ((1.5e-3, 3.0), (3e-3, 2.0), (6e-3, 1.0)):
+        probe = first.choice.probe(rate)
+        assert probe.config.train.max_steps == first.config.train.max_steps
+        records.write(probe.name, record(probe, loss=loss))
+    ready = first.settled(records)
+    assert (ready.name, ready.config.train.lr) == ("mamba2-s0-lr0.006", 6e-3)
+    assert ready.missing(ready.record(records)) == ["needles", "far"], "trained as a probe"
+    assert second.settled(records).name == "mamba2-s1-lr0.006"
+    line = rates(runs, records).rows[0]
+    assert line == ["Mamba2", "3.0000", "2.0000", "1.0000", "0.006"]
