@@ -245,9 +245,13 @@ def throughput() -> list[str]:
     return [line(row[0].row.name, *map(told, row)) for row in reversed(lowest_first(rows))]
 
 
-def of_rows(folder: str, rows: Iterable[Row]) -> dict[str, list[dict]]:
-    """The records of each row that has some, by its name, seed by seed."""
-    kept = [json.loads(path.read_text()) for path in (RESULTS / folder).glob("*.json")]
+def of_rows(folder: str, rows: Iterable[Row], rates: bool = False) -> dict[str, list[dict]]:
+    """The records of each row that has some, by its name, seed by seed.
+
+    rates: also records at other learning rates than the config's, whose names have the rate.
+    """
+    kept = [json.loads(path.read_text()) for path in (RESULTS / folder).glob("*.json")
+            if rates or "-lr" not in path.stem]  # fmt: skip
     found = {}
     for row in rows:
         own = [record for record in kept if (record["model"], record["variant"]) == (row.model, row.variant)]
@@ -311,6 +315,21 @@ def on_equal_terms() -> list[str]:
     changed = of_rows("needles", EQUAL_TERMS)
     models = sorted({seeds[0]["model"] for seeds in changed.values()})
     return lines_of_needles(of_rows("needles", map(Row, models)) | changed, (2048, 16384, 65536, 1048576))
+
+
+def found_at_rates() -> list[str]:
+    """Seed 0 of models that were trained at several rates: a line for each rate, the model's best one in bold."""
+    lines = []
+    for name, records in of_rows("needles", map(Row, MODELS), rates=True).items():
+        first = [record for record in records if record["seed"] == 0 and "crc32" in record]
+        best = min(first, key=lambda record: record["trained"]["validation_loss"], default=None)
+        for record in sorted(first, key=lambda record: record["trained"]["lr"]) if len(first) > 1 else ():
+            at = {cell["length"]: f"{100 * cell['mean']:.1f}" for row in needles_asked(record)
+                  for cell in row["by_length"]}  # fmt: skip
+            rate, loss = f"{record['trained']['lr']:g}", f"{record['trained']['validation_loss']:.4f}"
+            cells = (at.get(length, "-") for length in (2048, 16384, 65536, 1048576))
+            lines.append(line(name, f"**{rate}**" if record is best else rate, loss, *cells))
+    return lines
 
 
 def lines_of_needles(rows: dict[str, list[dict]], lengths: Sequence[int]) -> list[str]:
@@ -848,6 +867,7 @@ PAGES = {
     BASELINES: {
         "| model | parameters | seeds | steps | 2,048 |": found_in_noise,
         "| on equal terms | parameters |": on_equal_terms,
+        "| needles at other rates | learning rate |": found_at_rates,
         "| model | seeds | accuracy (%) |": recalled,
     },
     EVALUATION: {
