@@ -8,6 +8,7 @@ plans on the model (titans_pt.token_plans).
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from functools import partial
 from itertools import chain, repeat
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -199,19 +200,20 @@ def sample(
     return continuation(model, last_logits, state, max_new_tokens, stop_ids, choose, read_last)
 
 
-def check_draws(max_new_tokens: int, temperature: float, top_k: int | None, top_p: float):
+def check_draws(max_new_tokens: int, temperature: float, top_k: int | None, top_p: float, seed: int = 0):
     """Checks the arguments of :func:`sample`.
 
     Raises:
-        UserError: an argument is out of range.
+        UserError: an argument is out of range, or no number.
     """
-    for ok, name, given, allowed in (
-        (max_new_tokens >= 1, "max_new_tokens", max_new_tokens, "at least 1"),
-        (temperature >= 0.0, "temperature", temperature, "at least 0 (0 is greedy)"),
-        (top_k is None or top_k >= 1, "top_k", top_k, "at least 1"),
-        (0.0 < top_p <= 1.0, "top_p", top_p, "above 0, at most 1"),
+    for kind, name, given, ok, allowed in (
+        (Integral, "max_new_tokens", max_new_tokens, lambda n: n >= 1, "a whole number, at least 1"),
+        (Real, "temperature", temperature, lambda t: t >= 0.0, "a number, at least 0 (0 is greedy)"),
+        (Integral, "top_k", 1 if top_k is None else top_k, lambda k: k >= 1, "a whole number, at least 1"),
+        (Real, "top_p", top_p, lambda p: 0.0 < p <= 1.0, "a number above 0, at most 1"),
+        (Integral, "seed", seed, lambda n: -(2**63) <= n < 2**63, "a whole number of 64 bits"),
     ):
-        if not ok:
+        if not isinstance(given, kind) or not ok(given):
             raise UserError(f"{name}: given {given!r}; allowed: {allowed}")
 
 

@@ -54,7 +54,7 @@ def generate(
         UserError: an argument out of range, a state of another model or checkpoint, or an error that ``load_run`` finds
             in the run.
     """
-    check_draws(max_new_tokens or int(save_to is not None), temperature, top_k, top_p)
+    check_draws(max_new_tokens or int(save_to is not None), temperature, top_k, top_p, seed)
     run = _opened(run_dir, step, overrides)
     _check(bool(prompt) or state_file is not None, "prompt", prompt, "some text, or none with a saved state")
     # A saved state is in the middle of a document.
@@ -112,7 +112,7 @@ def generate_batch(
     Raises:
         UserError: as :func:`generate`.
     """
-    check_draws(max_new_tokens, temperature, top_k, top_p)
+    check_draws(max_new_tokens, temperature, top_k, top_p, seed)
     _check(batch >= 1, "batch", batch, "at least 1")
     run = _opened(run_dir, step, overrides)
     asked = [_opening(run.tokenizer, prompt) for prompt in prompts]

@@ -154,7 +154,7 @@ class Titan(nn.Module):
         Raises:
             UserError: an argument out of range, nothing to continue, or a state of other weights.
         """
-        check_draws(max_new_tokens, temperature, top_k, top_p)
+        check_draws(max_new_tokens, temperature, top_k, top_p, seed)
         if not text and state is None:
             raise UserError(f"text: given {text!r}; allowed: some text, or none with a state")
         before = self.read(text, state)

@@ -102,6 +102,10 @@ def test_errors(run, model, prepared, tmp_path):
         model.generate("")
     with pytest.raises(UserError, match="temperature: given -1"):
         model.generate("some", temperature=-1)
+    wrong = {"top_k": 2.5, "max_new_tokens": 3.0, "seed": None, "top_p": "all", "temperature": None}
+    for name, given in wrong.items():
+        with pytest.raises(UserError, match=f"^{name}: given {given!r}; allowed: a (whole )?number"):
+            model.generate("some", **{name: given})
     with pytest.raises(UserError, match="state: given a list; allowed"):
         model.generate("some", state=[])
     with pytest.raises(UserError, match="text: given a list; allowed: one string"):
