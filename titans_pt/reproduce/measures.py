@@ -34,13 +34,15 @@ CHUNKS = (16, 32, 64, 128, 512)
 class Measure:
     """A ``suite`` of ``titans evaluate`` with the settings ``words``.
 
-    ``frozen``: values of evaluation.perplexity.freeze_after, only for runs with a memory.
+    ``frozen``: values of evaluation.perplexity.freeze_after, only for runs with a memory. ``far``: only for models
+    whose time per token does not grow with the length. A million tokens take full attention hours on a CPU.
     """
 
     name: str
     suite: str
     words: tuple[str, ...] = ()
     frozen: tuple[int, ...] = ()
+    far: bool = False
 
     def settings(self, model: ModelConfig) -> list[str]:
         """Settings for a run; a record that was measured with other settings is measured again."""

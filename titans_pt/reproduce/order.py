@@ -4,8 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import nn
 
 from titans_pt.config import Config
 from titans_pt.config.files import keys_of, load_config
@@ -140,7 +142,8 @@ def _before(study: Study, row: Row, order: Order) -> str | None:
 def _measures(study: Study, config: Config) -> tuple[Measure, ...]:
     """Measures of a study that apply to a run: those whose suite the run's task has, and "chunks"."""
     suites = TASKS.find(config.task).suites
-    return tuple(m for m in study.measures if m.suite in suites or m.suite == "chunks")
+    own = tuple(m for m in study.measures if m.suite in suites or m.suite == "chunks")
+    return tuple(m for m in own if not m.far) if any(m.far for m in own) and _grows(config) else own
 
 
 def equal_size(file: str, mixers: str, words: Sequence[str]) -> tuple[str, ...]:
@@ -161,8 +164,18 @@ def equal_size(file: str, mixers: str, words: Sequence[str]) -> tuple[str, ...]:
 
 
 def _parameters(config: Config) -> int:
+    return sum(p.numel() for p in _without_storage(config).parameters())
+
+
+def _grows(config: Config) -> bool:
+    """Whether the model's FLOPs per token grow with the length, as those of full attention do."""
+    model: Any = _without_storage(config)  # a module with flops
+    return model.flops(1 << 20).total > 2 * model.flops(1 << 16).total
+
+
+def _without_storage(config: Config) -> nn.Module:
     with torch.device("meta"):
-        return sum(p.numel() for p in task_of(config).build_model().parameters())
+        return task_of(config).build_model()
 
 
 def _timing(study: Study, row: Row, order: Order) -> Timing:

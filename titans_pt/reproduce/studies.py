@@ -26,13 +26,16 @@ EQUAL_TERMS = (
 )  # fmt: skip
 """Needles on equal terms: Titans without the hard gates of configs/needles.yaml, models with a cost of writing, and the
 steps between TTT-MLP and LMM."""
-BABILONG = (2048, 4096, 8192, 16384, 32768, 65536, 131072, 524288, 1048576, 10485760)
-"""Lengths of the stories, for models that were trained at 4K."""
+BABILONG = {
+    "babilong": (2048, 4096, 8192, 16384, 32768, 65536, 131072),
+    "far": (524288, 1048576, 10485760),
+}
+"""Lengths of the stories by measure, for models that were trained at 4K."""
 
 
 def _of_lengths(name: str, lengths: Sequence[int], samples: int) -> Measure:
     words = f"evaluation.babilong.lengths=[{','.join(map(str, lengths))}]", f"evaluation.babilong.samples={samples}"
-    return Measure(name, "babilong", words)
+    return Measure(name, "babilong", words, far=name == "far")
 
 
 SUITES = {
@@ -42,7 +45,7 @@ SUITES = {
         (f"evaluation.needle.tasks=[{','.join(NEEDLES)}]", "evaluation.needle.lengths=[2048,4096,8192,16384]",
          "evaluation.needle.depths=null", "evaluation.needle.samples=500"),
     ),
-    "babilong": _of_lengths("babilong", BABILONG, 100),
+    **{name: _of_lengths(name, lengths, 100) for name, lengths in BABILONG.items()},
     "text": Measure(
         "text", "perplexity", ("evaluation.perplexity.tokens=4194304", "evaluation.perplexity.length=4096"),
     ),
@@ -169,11 +172,12 @@ def _babilong(size: str) -> Study:
     if size == "tiny":
         return _babilong_answers()
     tasks = ("qa1", "qa2", "qa3", "qa4", "qa5")
-    columns = tuple(Column(_short(n), "babilong", measures.mean_of(tasks, (n,)), _short(n)) for n in BABILONG)
+    columns = tuple(Column(_short(n), name, measures.mean_of(tasks, (n,)), _short(n))
+                    for name, lengths in BABILONG.items() for n in lengths)  # fmt: skip
     rows = tuple(Row(model) for model in ("mac", "mag", "mal", "lmm", "transformer", "gated_deltanet", "rmt"))
     note = ("Few-shot, of the pretrained models, in the text of evaluation.babilong.haystack (Python's documentation "
             "unless set); the published figures are of fine-tuned ones in PG19's books.")  # fmt: skip
-    return Study("babilong", "BABILong", size, rows, columns, _measures(size, "babilong"), size, note)
+    return Study("babilong", "BABILong", size, rows, columns, _measures(size, *BABILONG), size, note)
 
 
 def _babilong_answers() -> Study:
@@ -259,7 +263,7 @@ def _recall(size: str) -> Study:
 def _needles(size: str) -> Study:
     near = Measure("needles", "needles", ("evaluation.needles.lengths=[2048,16384,65536]",
                                           "evaluation.needles.answers=128"))  # fmt: skip
-    far = Measure("far", "needles", ("evaluation.needles.lengths=[1048576]", "evaluation.needles.answers=64"))
+    far = Measure("far", "needles", ("evaluation.needles.lengths=[1048576]", "evaluation.needles.answers=64"), far=True)
     study = needles_in_noise((near, far), {"needles": (2048, 16384, 65536), "far": (1048576,)})
     rows = (*(Row(model) for model in MODELS), Row("lmm-hierarchy"), *EQUAL_TERMS, *ideas(257, 190))
     return replace(study, rows=rows, seeds=dict.fromkeys(TITANS, (0, 1)))

@@ -355,3 +355,12 @@ def test_a_study_that_does_not_fit_is_refused_before_its_first_training(tmp_path
 def test_the_commands_help_names_every_target():
     [target] = [each for each in command.params if each.name == "target"]
     assert sorted(re.split(", | or ", target.help)) == sorted(TARGETS)
+
+
+def test_lengths_far_beyond_training_are_not_asked_of_full_attention():
+    """Its time per token grows with the length: a million tokens take a core an hour, of models of 0.2M parameters."""
+    for target, size, near in (("needles", "tiny", "needles"), ("babilong", "340m", "babilong")):
+        measured = {model: [m.name for m in runs(target, size, models=[model], seeds=[0])[0].measures]
+                    for model in ("transformer", "lmm", "mac", "gated_deltanet")}  # fmt: skip
+        assert measured.pop("transformer") == [near]
+        assert all(names == [near, "far"] for names in measured.values())
