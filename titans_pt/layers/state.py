@@ -8,6 +8,7 @@ import copy
 import enum
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields, is_dataclass, replace
+from functools import cache
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
@@ -95,6 +96,7 @@ def check_rows(given: int | None, x: torch.Tensor):
         raise ValueError(f"state: given one of {given} rows; the input has {len(x)}")
 
 
+@cache
 def declared_states(forward: Any) -> tuple[type, ...]:
     """Classes that a ``forward`` declares for its argument state; (object,) if it does not name them all."""
     try:

@@ -82,11 +82,13 @@ def runs_of(study: Study, order: Order) -> list[Run]:
         return [_timing(study, row, order) for row in study.rows]
     planned = [(row, seed) for row in study.rows for seed in seeds_of(study, row, order)]
     runs, choices = [], {model: _choice(study, model, order) for model in {row.model for row in study.rows}}
+    measures: dict[str, tuple[Measure, ...]] = {}
     for row, seed in sorted(planned, key=lambda item: item[1]):  # stable: the study's order within a seed
         config = _config(study, row, seed, order, order.tokens, run_name(row, seed), ())
         before = [run for run in runs if run.name == _before(study, row, order)]
-        runs.append(Run(run_name(row, seed), row.model, row.variant, config, _measures(study, config),
-                        choices[row.model], tuple(before)))  # fmt: skip
+        taken = measures[row.key] = measures.get(row.key) or _measures(study, config)  # the same for all seeds
+        name = run_name(row, seed)
+        runs.append(Run(name, row.model, row.variant, config, taken, choices[row.model], tuple(before)))
     return runs
 
 
