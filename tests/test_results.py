@@ -19,7 +19,7 @@ import torch
 from titans_pt.layers.state import state_bytes
 from titans_pt.models import build_model
 from titans_pt.reproduce import pictures
-from titans_pt.reproduce.figures import Apart, Pooled, apart, between_seeds, pool
+from titans_pt.reproduce.figures import Apart, BetweenSeeds, Pooled, apart, of_models_and_seeds, pool
 from titans_pt.reproduce.measures import text_loss
 from titans_pt.reproduce.order import Order
 from titans_pt.reproduce.pictures import Picture, Seeds, by_row, needles_asked
@@ -66,7 +66,9 @@ def line(*shown: str) -> str:
 
 
 def lowest_first(rows: list[list[Cell]]) -> list[list[Cell]]:
-    return sorted(rows, key=lambda row: row[0].ours.mean)
+    """Rows by their first column, as it would be if all had the same seeds."""
+    order = of_models_and_seeds({n: row[0].ours for n, row in enumerate(rows)}).rows
+    return [rows[n] for n in sorted(order, key=order.__getitem__)]
 
 
 def rate_of(run: Run, records: Records, record: dict) -> str:
@@ -140,11 +142,11 @@ def variants(target: str) -> dict[str, list[Cell]]:
     return {row[0].row.variant: row for row in found(target)[2] if row[0].row.model == "lmm"}
 
 
-def between(column: str) -> tuple[float, int]:
-    """Variance of a column's nats between seeds, pooled over all models and variants of the studies of text."""
+def between(column: str) -> BetweenSeeds:
+    """Variances of a column's nats between seeds, pooled over all models and variants of the studies of text."""
     rows = {cell.row: cell.ours for target in ("table1", "table5") for row in found(target)[2] for cell in row
             if cell.column.title == column and cell.ours}  # fmt: skip
-    return between_seeds(rows.values())
+    return BetweenSeeds.of(rows.values())
 
 
 def on_same_seeds(rows: dict[str, Cell]) -> dict[str, str]:

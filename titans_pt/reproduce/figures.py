@@ -1,11 +1,19 @@
 """A measured number with its uncertainty, and the pooling of several seeds."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from titans_pt.tools.statistics import half_width, half_width_of_sum, ratio_error, variance_within, wilson
+from titans_pt.tools.statistics import (
+    Effects,
+    effects_of,
+    half_width,
+    half_width_of_sum,
+    ratio_error,
+    variance_within,
+    wilson,
+)
 
 
 @dataclass(frozen=True)
@@ -89,34 +97,62 @@ class Apart:
         return f"{self.nats:{sign}.3f} ({low:.3f} to {high:.3f}){', a tie' if self.tie else ''}"
 
 
-def between_seeds(models: Iterable[Pooled]) -> tuple[float, int]:
-    """Variance of the nats between seeds of one model, pooled over the models, and its degrees of freedom."""
-    return variance_within([[figure.value for figure in model.figures.values()] for model in models])
+def of_models_and_seeds(models: Mapping[Hashable, Pooled]) -> Effects:
+    """Nats of each model on all seeds alike, and the variance beside what models and seeds explain. A model with one
+    seed, which may be a hard one, can then be compared with a model that has three."""
+    return effects_of({(name, seed): figure.value for name, model in models.items()
+                       for seed, figure in model.figures.items()})  # fmt: skip
 
 
-def apart(own: Pooled, other: Pooled, seeds: tuple[float, int]) -> Apart:
+@dataclass(frozen=True)
+class BetweenSeeds:
+    """Variances of a model's nats between its seeds, pooled over models, each with its degrees of freedom.
+
+    ``own``: of what a seed does to one model alone, which the difference of two models on the same seeds keeps.
+    ``all``: also of what it does to all models, such as the order of the samples, which that difference loses.
+    """
+
+    own: tuple[float, int]
+    all: tuple[float, int]
+
+    @staticmethod
+    def of(models: Iterable[Pooled]) -> "BetweenSeeds":
+        """Variances between the seeds of ``models``; 0 degrees of freedom if the seeds are too few."""
+        models = list(models)
+        together = variance_within([[figure.value for figure in model.figures.values()] for model in models])
+        own = of_models_and_seeds(dict(enumerate(models))).variance
+        return BetweenSeeds(own if own[1] else together, together)
+
+
+def apart(own: Pooled, other: Pooled, seeds: BetweenSeeds) -> Apart:
     """Nats by which ``own`` is behind ``other``, with an interval over streams and seeds together.
 
-    The model has two-way random effects. The loss of one model, seed and stream is a sum of five terms: the model's
-    mean, the stream's difficulty for all models, and the effects of model x stream, of the seed, and of seed x stream.
-    The stream's difficulty cancels in the difference of two models on the same streams. The variance of the difference
-    is estimated as a sum of two parts: the variance over streams of the difference (of means over seeds) divided by the
-    number of streams, and the variance between seeds divided by the number of seeds of each model. The effect of seed x
-    stream counts twice, which makes the interval slightly wider than needed (Owen, The pigeonhole bootstrap, Annals of
-    Applied Statistics 1, 2007). The interval holds for one pair, not for all pairs at once.
+    Only seeds that both models have are compared; all seeds if they have none in common. The loss of one model, seed
+    and stream is taken as a sum of random effects around the model's mean: of the stream and of the seed on all models,
+    of model x stream, of model x seed, and of the rest. The first two cancel in the difference of two models on the
+    same streams and seeds. The variance of the difference is estimated as a sum of two parts: the variance over streams
+    of the difference (of means over seeds) divided by the number of streams, and the variance between seeds divided by
+    the number of seeds of each model. The rest (seed x stream) counts twice, which makes the interval slightly wider
+    than needed (Owen, The pigeonhole bootstrap, Annals of Applied Statistics 1, 2007). The interval holds for one pair,
+    not for all pairs at once.
 
     Args:
         own, other: figures in nats with the same streams, at least two.
-        seeds: result of :func:`between_seeds`. All models share one variance, because two or three seeds say little
-            about the variance of their own model; a model with one seed also has it. With 0 degrees of freedom the
-            interval leaves the seeds out.
+        seeds: all models share these variances, because two or three seeds say little about the variance of their own
+            model; a model with one seed also has them. With 0 degrees of freedom the interval leaves the seeds out.
     """
+    pairs, (variance, freedom) = [(own, other)], seeds.all
+    if common := sorted(own.figures.keys() & other.figures.keys()):
+        own, other = (pool({seed: each.figures[seed] for seed in common}) for each in (own, other))
+        pairs, (variance, freedom) = [(own, other), *pairs], seeds.own
     nats = [math.fsum(f.value for f in each.figures.values()) / len(each.figures) for each in (own, other)]
-    if len(own.by_stream) != len(other.by_stream):  # different texts
+    # Early records have no losses of streams: other seeds of the same models then tell how streams differ.
+    alike = [pair for pair in pairs if len(pair[0].by_stream) == len(pair[1].by_stream) > 1]
+    if not alike:  # different texts
         return Apart(nats[0] - nats[1], math.inf)
-    streams = [a - b for a, b in zip(own.by_stream, other.by_stream, strict=True)]
-    variance, freedom = seeds
-    sizes = next(figure.sizes for figure in own.figures.values() if figure.by_stream)
+    first, second = alike[0]
+    streams = [a - b for a, b in zip(first.by_stream, second.by_stream, strict=True)]
+    sizes = next(figure.sizes for figure in first.figures.values() if figure.by_stream)
     parts = [(ratio_error(sizes, streams) ** 2, len(streams) - 1)]
     parts += [(variance * (1 / len(own.figures) + 1 / len(other.figures)), freedom)]
     return Apart(nats[0] - nats[1], half_width_of_sum(parts))

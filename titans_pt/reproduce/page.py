@@ -30,7 +30,8 @@ def write(study: Study, runs: Sequence[Run], records: Records, out: Path) -> lis
     lines = [text for text in (READING, study.note, source and f"Published: {source.source}") if text]
     first, others = overview(study, found), []
     if apart := behind(study, found):
-        words = "Nats behind the best, on the same text (95 % interval over its streams and over seeds; a tie: with 0)"
+        words = ("Nats behind the best, on the same text and seeds (95 % interval over streams of the text and over "
+                 "seeds; a tie: with 0)")  # fmt: skip
         others.append((words, apart))
     if chosen := rates(runs, records):
         after = f"1/{study.probe_share} of the tokens" if study.probe_share > 1 else "the whole training"

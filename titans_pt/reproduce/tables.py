@@ -5,7 +5,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from titans_pt.reproduce.figures import Pooled, apart, between_seeds, pool
+from titans_pt.reproduce.figures import BetweenSeeds, Pooled, apart, of_models_and_seeds, pool
 from titans_pt.reproduce.measures import TRAINING
 from titans_pt.reproduce.published import published
 from titans_pt.reproduce.records import Records
@@ -155,14 +155,15 @@ def behind(study: Study, found: Sequence[Cell]) -> Table | None:
     """Table of the nats by which each model's mean is behind the best model's in a column.
 
     The 95 % interval covers the streams of the same text and the seeds (:func:`apart`). The last line has the standard
-    deviation between seeds. None if no losses by stream were kept.
+    deviation between seeds, without what a seed does to all models alike. None if no losses by stream were kept.
     """
     columns = []
     for column in study.columns:
         kept = {cell.row: cell.ours for cell in found if cell.column == column and cell.ours}
-        seeds = between_seeds(kept.values())
+        seeds = BetweenSeeds.of(kept.values())
         if len(kept := {row: ours for row, ours in kept.items() if len(ours.by_stream) > 1}) > 1:
-            columns.append((column.title, kept, min(kept.values(), key=lambda ours: ours.mean), seeds))
+            nats = of_models_and_seeds(kept).rows
+            columns.append((column.title, kept, kept[min(kept, key=nats.__getitem__)], seeds))
     table = Table(["model", *(title for title, *_ in columns)])
     for row in study.rows:
         shown = ["-" if row not in kept else "best" if kept[row] is best else apart(kept[row], best, seeds).told()
@@ -172,7 +173,7 @@ def behind(study: Study, found: Sequence[Cell]) -> Table | None:
     if not table.rows:
         return None
     between = (f"{math.sqrt(variance):.3f} ({freedom} degrees of freedom)" if freedom else "one seed: left out"
-               for *_, (variance, freedom) in columns)  # fmt: skip
+               for variance, freedom in (seeds.own for *_, seeds in columns))  # fmt: skip
     table.rows.append(["standard deviation between seeds", *between])
     return table
 

@@ -1,7 +1,8 @@
 """Statistics over samples: intervals, standard errors, variances."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from typing import NamedTuple
 
 Z = 1.959964
 """Standard errors to each side of a 95 % interval of a normal distribution."""
@@ -87,6 +88,40 @@ def variance_within(groups: Sequence[Sequence[float]]) -> tuple[float, int]:
         squares += [(value - mean) ** 2 for value in values]
         freedom += len(values) - 1
     return (math.fsum(squares) / freedom, freedom) if freedom else (0.0, 0)
+
+
+class Effects(NamedTuple):
+    """Values of a two-way table as row + column + rest.
+
+    rows: the mean of each row as it would be in a complete table. variance: of the rest, with its degrees of freedom;
+    (0, 0) if rows and columns explain whatever values there are.
+    """
+
+    rows: dict[Hashable, float]
+    variance: tuple[float, int]
+
+
+def effects_of(values: Mapping[tuple[Hashable, Hashable], float]) -> Effects:
+    """Effects of rows and columns on the values of their pairs, by least squares; any pairs may be missing.
+
+    Rows that no column connects cannot be compared: then all rows have the means of their own values.
+    """
+    import numpy as np  # not at the top: figures need it, and commands that show help do not
+
+    if not values:
+        return Effects({}, (0.0, 0))
+    rows, columns = (list(dict.fromkeys(pair[n] for pair in values)) for n in (0, 1))
+    design = np.zeros((len(values), len(rows) + len(columns)))
+    for line, (row, column) in zip(design, values, strict=True):
+        line[rows.index(row)] = line[len(rows) + columns.index(column)] = 1.0
+    found = np.array(list(values.values()))
+    fitted, _, rank, _ = np.linalg.lstsq(design, found, rcond=None)
+    means = fitted[: len(rows)] + fitted[len(rows) :].mean()
+    if rank < len(rows) + len(columns) - 1:
+        means = [np.mean([value for pair, value in values.items() if pair[0] == row]) for row in rows]
+    freedom = len(values) - int(rank)
+    variance = float(((found - design @ fitted) ** 2).sum()) / freedom if freedom else 0.0
+    return Effects(dict(zip(rows, map(float, means), strict=True)), (variance, freedom))
 
 
 def half_width_of_sum(parts: Sequence[tuple[float, int]]) -> float:

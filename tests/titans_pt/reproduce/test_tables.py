@@ -10,7 +10,7 @@ import pytest
 from tests.titans_pt.reproduce.records import record, text
 from titans_pt.errors import UserError
 from titans_pt.reproduce import page
-from titans_pt.reproduce.figures import Figure, apart, between_seeds, pool
+from titans_pt.reproduce.figures import BetweenSeeds, Figure, apart, pool
 from titans_pt.reproduce.order import Order, chosen, runs_of
 from titans_pt.reproduce.records import Records
 from titans_pt.reproduce.studies import study
@@ -83,11 +83,12 @@ def test_how_far_models_are_apart_is_asked_on_the_same_text(tmp_path):
             records.write(run.name, record(run, {"text": text(losses[run.name], by_stream=streams[run.name])}))
     table = behind(asked, cells(asked, runs, records))
     assert table.head == ["model", "perplexity"]
-    # swa's mean is 3.1; on the streams it is 0, -0.02 and -0.04 behind. Seeds: 0.02 with one degree of freedom.
-    over_streams, over_seeds = 0.02**2 / 3, 0.02 * (1 / 2 + 1)
+    # On the seed that both have GLA is 0.02 behind: 0, 0.02 and 0.04 on the streams. Seeds: 0.02 with one degree of
+    # freedom, swa's two, since no more can be told from one model with two.
+    over_streams, over_seeds = 0.02**2 / 3, 0.02 * 2
     error = 12.7062 * math.sqrt(over_streams + over_seeds)
-    told = f"0.080 ({0.08 - error:.3f} to {0.08 + error:.3f}), a tie"
-    assert table.rows == [["sliding window", told], ["GLA", "best"],
+    told = f"0.020 ({0.02 - error:.3f} to {0.02 + error:.3f}), a tie"
+    assert table.rows == [["sliding window", "best"], ["GLA", told],
                           ["standard deviation between seeds", "0.141 (1 degrees of freedom)"]]  # fmt: skip
     records.path("swa-s1").unlink()
     alone = behind(asked, cells(asked, runs, records)).rows
@@ -99,25 +100,29 @@ def test_how_far_models_are_apart_is_asked_on_the_same_text(tmp_path):
 
 
 @pytest.mark.parametrize(("between", "each", "both", "streams"), [
-    # standard deviations: of seeds, of a model's streams, of seed and stream; number of streams
+    # standard deviations: of a model's seeds, of its streams, of seed and stream; number of streams
     (0.02, 0.06, 0.03, 64), (0.02, 0.0, 0.0, 64), (0.0, 0.06, 0.0, 64), (0.02, 0.06, 0.06, 4),
 ])  # fmt: skip
 def test_intervals_of_differences_hold_what_they_promise(between, each, both, streams):
-    """Compare the first two of six models often; each has one to three seeds and known variance components."""
+    """Compare the first two of six models often; each has one to three seeds and known variance components.
+
+    A seed also shifts all models, by more than their differences.
+    """
     seeds, rng, samples = (3, 2, 2, 2, 3, 1), np.random.default_rng(0), 600
     widths, inside, spread = [], 0, []
     for _ in range(samples):
-        shared, models = rng.normal(0, 1, streams), []
+        shared, of_seed, models = rng.normal(0, 1, streams), rng.normal(0, 1, (3, 1)), []
         for n, count in enumerate(seeds):
             own = shared + rng.normal(0, each, streams)
             loss = 3 + n + own + rng.normal(0, between, (count, 1)) + rng.normal(0, both, (count, streams))
+            loss = loss + of_seed[:count]
             models.append(pool({seed: Figure("perplexity", row.mean(), 1, by_stream=tuple(row))
                                 for seed, row in enumerate(loss)}))  # fmt: skip
-        found = apart(models[1], models[0], between_seeds(models))
+        found = apart(models[1], models[0], BetweenSeeds.of(models))
         inside += abs(found.nats - 1) <= found.error
         widths.append(found.error)
         spread.append(found.nats - 1)
-    true = math.sqrt(between**2 * (1 / 3 + 1 / 2) + 2 * each**2 / streams + both**2 * (1 / 3 + 1 / 2) / streams)
+    true = math.sqrt(between**2 + 2 * each**2 / streams + both**2 / streams)  # two seeds are the same
     assert np.std(spread) == pytest.approx(true, rel=0.1)
     # At least 0.95 less the sampling error; above it, since the part of seed and stream counts twice.
     assert 0.95 - 3 * math.sqrt(0.95 * 0.05 / samples) < inside / samples <= 1.0
@@ -128,13 +133,25 @@ def test_a_tie_is_called_one():
     def model(*losses):
         return pool({n: Figure("perplexity", loss, 1, by_stream=(loss, loss)) for n, loss in enumerate(losses)})
 
-    best, near, far = model(3.0, 3.02), model(3.03), model(4.0, 4.02)
-    seeds = between_seeds([best, near, far])
-    assert seeds == pytest.approx((0.0002, 2))
-    error = 4.3027 * math.sqrt(0.0002 * 1.5)
+    best, near, far = model(3.0, 3.02), model(3.02), model(4.01, 4.01)
+    seeds = BetweenSeeds.of([best, near, far])
+    assert seeds.all == pytest.approx((0.0001, 2)) and seeds.own == pytest.approx((0.0001, 1))
+    error = 12.7062 * math.sqrt(0.0001 * 2)  # the first seed alone: 3.02 and 3.0
     assert apart(near, best, seeds).told("+") == f"+0.020 ({0.02 - error:.3f} to {0.02 + error:.3f}), a tie"
-    error = 4.3027 * math.sqrt(0.0002)
+    error = 12.7062 * math.sqrt(0.0001)
     assert apart(far, best, seeds).told() == f"1.000 ({1 - error:.3f} to {1 + error:.3f})"
+
+
+def test_models_without_a_common_seed_are_compared_with_all_of_the_seeds_variance():
+    def model(*losses, first=0):
+        return pool({first + n: Figure("perplexity", loss, 1, by_stream=(loss, loss)) for n, loss in enumerate(losses)})
+
+    one, two, other = model(3.0, 3.2), model(4.0, 4.2), model(3.5, first=7)
+    seeds = BetweenSeeds.of([one, two, other])
+    assert seeds.all == pytest.approx((0.02, 2)) and seeds.own == pytest.approx((0.0, 1))
+    assert apart(two, one, seeds).told() == "1.000 (1.000 to 1.000)", "both seeds shift both models by as much"
+    error = 4.3027 * math.sqrt(0.02 * 1.5)
+    assert apart(other, one, seeds).told() == f"0.400 ({0.4 - error:.3f} to {0.4 + error:.3f}), a tie"
 
 
 def test_a_short_last_stream_weighs_less():
@@ -142,7 +159,7 @@ def test_a_short_last_stream_weighs_less():
         mean = (100 * losses[0] + 100 * losses[1] + 10 * losses[2]) / 210
         return pool({0: Figure("perplexity", mean, 210, by_stream=losses, length=100)})
 
-    found = apart(model(3.1, 3.2, 9.0), model(3.0, 3.0, 3.0), (0.0, 0))
+    found = apart(model(3.1, 3.2, 9.0), model(3.0, 3.0, 3.0), BetweenSeeds((0.0, 0), (0.0, 0)))
     mean = (10 + 20 + 60) / 210
     squares = (100 * (0.1 - mean)) ** 2 + (100 * (0.2 - mean)) ** 2 + (10 * (6 - mean)) ** 2
     assert found.nats == pytest.approx(mean)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from titans_pt.tools.statistics import (
+    effects_of,
     half_width,
     half_width_of_sum,
     ratio_error,
@@ -58,6 +59,33 @@ def test_variance_within_groups():
     # Around 2: 1 + 1; around 5: nothing, and no degree of freedom for the group of one.
     assert variance_within([[1.0, 3.0], [5.0, 5.0, 5.0], [7.0]]) == (2.0 / 3, 3)
     assert variance_within([[1.0], [2.0]]) == (0.0, 0)
+
+
+def test_effects_of_rows_and_columns():
+    rng = np.random.default_rng(2)
+    rows, columns, noise = rng.normal(0, 5, 40), rng.normal(0, 5, 30), rng.normal(0, 0.3, (40, 30))
+    full = {(r, c): rows[r] + columns[c] + noise[r, c] for r in range(40) for c in range(30)}
+    means, (variance, freedom) = effects_of(full)
+    table = np.array(list(full.values())).reshape(40, 30)
+    left = table - table.mean(0) - table.mean(1, keepdims=True) + table.mean()
+    assert freedom == 39 * 29 and variance == pytest.approx((left**2).sum() / freedom)
+    assert list(means.values()) == pytest.approx(table.mean(1))
+    some = {pair: value for pair, value in full.items() if rng.random() < 0.3}
+    means, (variance, freedom) = effects_of(some)
+    assert freedom == len(some) - 69 and variance == pytest.approx(0.09, rel=0.2)
+    expected = rows + columns.mean()
+    assert np.abs(np.array([means[r] for r in range(40)]) - expected).max() < 0.6
+    raw = [np.mean([value for pair, value in some.items() if pair[0] == r]) for r in range(40)]
+    assert np.abs(raw - expected).max() > 2, "means of other columns cannot be compared"
+
+
+def test_effects_of_few_values():
+    # b is 4 above a in the only column that both have; no value is left for the variance.
+    means, variance = effects_of({("a", 0): 1.0, ("a", 1): 2.0, ("b", 0): 5.0})
+    assert means == pytest.approx({"a": 1.5, "b": 5.5}) and variance == (0.0, 0)
+    means, variance = effects_of({("a", 0): 1.0, ("a", 1): 3.0, ("b", 2): 5.0, ("b", 3): 9.0})
+    assert means == pytest.approx({"a": 2.0, "b": 7.0}) and variance == (0.0, 0), "no column connects them"
+    assert effects_of({}) == ({}, (0.0, 0))
 
 
 def test_half_width_of_a_sum():
