@@ -176,7 +176,7 @@ def test_pipes_are_not_waited_for(tmp_path):
 
 
 def test_paths_that_cannot_be(tmp_path):
-    fails("a\0b", "path='a\\x00b': embedded null byte; set it to your text")
+    fails("a\0b", "path='a\\x00b': ", "embedded null ", "; set it to your text")  # Python 3.13 words it otherwise
     fails("a" * 5000, "File name too long; set it to your text")
     (tmp_path / "me").symlink_to("me")
     fails(tmp_path / "me", "Too many levels of symbolic links")
@@ -256,7 +256,7 @@ def test_values_that_python_has_none_for(tmp_path):
 # --- content ---
 
 
-@pytest.mark.parametrize("nested", [b"[" * 1000 + b"]" * 1000, b'{"a":' * 100_000 + b"1" + b"}" * 100_000])
+@pytest.mark.parametrize("nested", [b"[" * 100_000 + b"]" * 100_000, b'{"a":' * 100_000 + b"1" + b"}" * 100_000])
 def test_json_nested_deep_is_one_bad_line(tmp_path, nested):
     (tmp_path / "a.jsonl").write_bytes(line("one") + b'{"text": "two", "meta": ' + nested + b"}\n" + line("three"))
     fails(tmp_path, "a.jsonl:2: JSON nested deeper than can be read", "remove the line")
