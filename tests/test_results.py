@@ -320,17 +320,20 @@ def on_equal_terms() -> list[str]:
 
 
 def found_at_rates() -> list[str]:
-    """Seed 0 of models that were trained at several rates: a line for each rate, the model's best one in bold."""
+    """Seed 0 of models that were trained at several rates: a line for each rate, the model's best one in bold; a star
+    marks the earlier trainer, whose records have no loss."""
     lines = []
     for name, records in of_rows("needles", map(Row, MODELS), rates=True).items():
-        first = [record for record in records if record["seed"] == 0 and "crc32" in record]
-        best = min(first, key=lambda record: record["trained"]["validation_loss"], default=None)
+        first = [record for record in records if record["seed"] == 0]
+        losses = {id(record): loss for record in first if (loss := record["trained"]["validation_loss"]) is not None}
+        best = min(losses, key=losses.__getitem__) if len(losses) > 1 else None
         for record in sorted(first, key=lambda record: record["trained"]["lr"]) if len(first) > 1 else ():
             at = {cell["length"]: f"{100 * cell['mean']:.1f}" for row in needles_asked(record)
                   for cell in row["by_length"]}  # fmt: skip
-            rate, loss = f"{record['trained']['lr']:g}", f"{record['trained']['validation_loss']:.4f}"
+            rate, loss = f"{record['trained']['lr']:g}", losses.get(id(record))
             cells = (at.get(length, "-") for length in (2048, 16384, 65536, 1048576))
-            lines.append(line(name, f"**{rate}**" if record is best else rate, loss, *cells))
+            shown = (f"**{rate}**" if id(record) == best else rate) + ("" if "crc32" in record else r"\*")
+            lines.append(line(name, shown, "-" if loss is None else f"{loss:.4f}", *cells))
     return lines
 
 
