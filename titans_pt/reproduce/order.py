@@ -115,22 +115,20 @@ def _own_rates(study: Study) -> Grid | None:
 
 def _choice(study: Study, model: str, order: Order) -> Choice | None:
     """Choice of a model's learning rate; None: the configured rate is used."""
-    own = _own_rates(study)
-    grid = Grid(tuple(order.rates)) if order.rates else own
-    if grid is None:
+    own, given = _own_rates(study), Grid(tuple(order.rates))
+    probe = cache(lambda rate: _probe(study, model, rate, order))
+    if own:
+        return Choice(given, probe) if order.rates else Choice(own, probe, own.first)
+    if not order.rates:
         return None
     row = Row(model)
     seed = seeds_of(study, row, order)[0]
-    first = Run(run_name(row, seed), model, "", _config(study, row, seed, order, order.tokens, run_name(row, seed), ()))
-    plain = grid.first if not order.rates else () if own else (first.config.train.lr,)
-
-    @cache
-    def probe(rate: float) -> Run:
-        if study.probe_share == 1:
-            return first.at(rate, named=rate not in plain)
-        return _probe(study, model, rate, order)
-
-    return Choice(grid, probe, plain)
+    name = run_name(row, seed)
+    first = Run(name, model, "", _config(study, row, seed, order, order.tokens, name, ()))
+    plain = (first.config.train.lr,)
+    if study.probe_share == 1:
+        probe = cache(lambda rate: first.at(rate, named=rate not in plain))
+    return Choice(given, probe, plain)
 
 
 def _before(study: Study, row: Row, order: Order) -> str | None:

@@ -198,8 +198,7 @@ def test_the_page_has_the_plans_of_all_sizes():
         assert float(rate) == config.train.lr and float(tokens) == round(
             config.train.max_steps * config.train.batch_tokens / 1e9
         )
-        # A build of PyTorch for CUDA under Python 3.13 once kept 0.8 of a MAC's 45.5 GiB less, after other tests.
-        assert list(map(float, cells.split(" | ")[4:])) == [pytest.approx(plan.total / GIB, rel=0.03) for plan in plans]
+        assert cells.split(" | ")[4:] == [f"{plan.total / GIB:.1f}" for plan in plans], size
 
 
 @pytest.mark.parametrize(("changes", "says"), [
