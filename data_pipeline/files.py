@@ -441,7 +441,7 @@ def _parquet(path: Path, source: SourceConfig, start: int, stop: int | None) -> 
         yield Rejected(str(path), "the name of a column is not UTF-8", "rename the column")
         return
     with opened as file:
-        columns = [source.text_column, *source.minimum]
+        columns = [*source.columns, *source.minimum]
         for column in columns:
             if column not in there:
                 yield missing(str(path), column, source, there)
@@ -494,10 +494,11 @@ def _objects(batch: pyarrow.RecordBatch) -> Iterator[dict | ValueError | Overflo
 def missing(where: str, column: str, source: SourceConfig, there: list[str]) -> Rejected:
     """Rejects a row or a file without the column ``column``, which ``source`` names."""
     columns = abridged(there, most=_COLUMNS) or "none"
-    if column == source.text_column:
+    if column in source.columns:
+        setting = source.setting_of(column)
         return Rejected(
             where,
-            f"has no column as text_column={column!r} says ({columns})",
-            "set text_column to the one that holds the text",
+            f"has no column as {setting}={column!r} says ({columns})",
+            f"set {setting} to the one that holds the {setting.removesuffix('_column')}",
         )
     return Rejected(where, f"has no column {column!r} ({columns})", "name an existing one in minimum")

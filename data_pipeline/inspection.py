@@ -1,12 +1,16 @@
 """Report on token files: ``titans data inspect``."""
 
+from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow
 from pyarrow import parquet
 
 from titans_pt.config import Config
+from titans_pt.data_pipeline.answers import Answers
 from titans_pt.data_pipeline.indexed import IndexedDataset
 from titans_pt.data_pipeline.manifest import MANIFEST, damage, read_manifest, refuse_damage
 from titans_pt.data_pipeline.merge import REJECTED
@@ -27,6 +31,7 @@ def inspect_data(
     count: int = 1,
     documents: int = 3,
     verify: bool = False,
+    opened: Callable[[], Any] | None = None,
 ) -> None:
     """Prints a report on the token files of ``config``, or with ``sample`` or ``step`` the samples of training there.
 
@@ -37,6 +42,7 @@ def inspect_data(
         count: samples to show from ``sample`` on.
         documents: documents of each stream to show, evenly spaced.
         verify: first read every file of data.dir and compare it with the manifest's checksums.
+        opened: gives the training samples of a task that trains answers; None: samples are stretches of the stream.
 
     Raises:
         UserError: no token files, or files made with other settings; a checksum that differs.
@@ -49,11 +55,13 @@ def inspect_data(
         count = config.train.batch_tokens // config.data.seq_len
         sample = (step - 1) * count
     if sample is not None:
-        samples = files.samples(config)
+        samples = opened() if opened else files.samples(config)
         for position in range(sample, sample + count):
-            _print_sample(samples, position, files.tokenizer)
+            (_print_answers if opened else _print_sample)(samples, position, files.tokenizer)
         return
     _print_totals(config, files)
+    if opened is None:
+        _print_samples(config, files)
     for stream in (*files.train, files.validation):
         _print_lengths(stream)
         _print_documents(stream, documents, files.tokenizer)
@@ -95,11 +103,18 @@ def _print_totals(config: Config, files: TokenFiles) -> None:
     if left_out := manifest.get("dropped"):  # format 1 does not say
         dropped = ", ".join(f"{number:,} {kind}" for kind, number in left_out.items())
         print(f"dropped: {dropped}" + (f" (see {REJECTED})" if left_out.get("rejected") else ""))
-    if trip := manifest.get("round_trip"):
+    if (trip := manifest.get("round_trip")) and trip["tried"]:
         print(f"decoded again: {trip['equal']:,} of {trip['tried']:,} documents tried come back equal")
     if lost := manifest.get("lost_kinds"):
         print(f"the tokenizer loses {', '.join(lost)}")
-    samples = files.samples(config)
+    if data.marks_answers:
+        for stream in (*files.train, files.validation):
+            answers = Answers(stream)
+            print(f"{stream.prefix.name}: {answers.count:,} answers marked in {answers.documents:,} documents")
+
+
+def _print_samples(config: Config, files: TokenFiles) -> None:
+    data, samples = config.data, files.samples(config)
     batch = config.train.batch_tokens // data.seq_len
     print(
         f"samples of {data.seq_len:,} tokens: {len(samples):,} per epoch, "
@@ -161,6 +176,23 @@ def _print_sample(samples: PackedSamples | Mixture, position: int, tokenizer: To
         if begin < end:
             own = slice(max(begin, start) - start, min(end, stop) - start)
             _print_document(stream, j, ids[::-1][own][::-1] if turned else ids[own], tokenizer)
+
+
+def _print_answers(samples: Any, position: int, tokenizer: Tokenizer) -> None:
+    """Prints a row of documents with answers: the origin of the row, then each document with its answers in quotes."""
+    ids, reset, asked = samples.sample(position)
+    origin = ", ".join(f"{name} {value}" for name, value in samples.describe(position).items() if name != "position")
+    print(f"sample {position}: {one_line(origin)}")
+    starts = [*np.flatnonzero(reset), len(reset)]
+    for start, stop in pairwise(starts):
+        before = np.flatnonzero(asked[start:stop]) + start
+        if not len(before):
+            continue  # the rest of a row
+        answers = np.split(ids[before + 1], np.flatnonzero(np.diff(before) > 1) + 1)
+        text = tokenizer.decode(ids[start:stop].tolist())
+        told = ", ".join(repr(tokenizer.decode(each.tolist())[:_EXCERPT]) for each in answers)
+        cut = f"{text[:_EXCERPT]!r}..." if len(text) > _EXCERPT else repr(text)
+        print(f"  {stop - start:,} tokens: {cut}; trained: {told}")
 
 
 def _verify(folder: Path, manifest: dict) -> None:

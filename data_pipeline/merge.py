@@ -17,14 +17,12 @@ from tqdm import tqdm
 
 from titans_pt.data_pipeline import near_duplicates
 from titans_pt.data_pipeline.indexed import IndexedWriter, token_dtype
-from titans_pt.data_pipeline.parts import ROW_GROUP, SCHEMA, part_path, read_summary
+from titans_pt.data_pipeline.parts import ROW_GROUP, part_path, read_summary
 from titans_pt.data_pipeline.sources import LETTER, Part
 from titans_pt.errors import UserError
 from titans_pt.tools.tensor_files import sha256
 
 SPLITS = ("train", "validation")
-DOCUMENTS = pyarrow.schema([field for field in SCHEMA if field.name != "held_out"])
-"""Columns of SPLIT.documents.parquet: one row per document, in the order of SPLIT.idx."""
 REJECTED = "rejected.jsonl"
 _BUCKET_DOCUMENTS = 1 << 21
 """Documents whose hashes are sorted at once: about 150 MB."""
@@ -32,14 +30,17 @@ _HASH = np.dtype([("high", ">u8"), ("low", ">u8"), ("document", "<i8")])
 
 
 def merge(
-    parts: list[Part], folder: Path, out: Path, vocab_size: int, streams: list[str], near: float | None = None
-) -> dict:
+    parts: list[Part], folder: Path, out: Path, vocab_size: int, streams: list[str], schema: pyarrow.Schema,
+    near: float | None = None,
+) -> dict:  # fmt: skip
     """Writes the token files of all ``parts``, which lie complete in ``folder``, to the empty folder ``out``.
 
     Memory is bounded, whatever the parts hold: hashes are sorted by buckets on disk, tokens copied by row groups.
 
     Args:
         streams: for each source the name of its training stream; "validation" where it has none.
+        schema: columns of the parts' lists of documents. NAME.documents.parquet has all but held_out: one row per
+            document, in the order of NAME.idx.
         near: data.near_duplicates.
 
     Returns:
@@ -62,11 +63,12 @@ def merge(
     if near is not None:
         dropped["near_duplicate"] = _near_duplicates(folder, len(sizes), out, duplicate, near)
     names = [name for name in dict.fromkeys(streams) if name != "validation"] + ["validation"]
+    columns = schema.remove(schema.get_field_index("held_out"))
     counts = {split: Counter(documents=0, tokens=0, characters=0) for split in SPLITS}
     seen = {split: np.zeros(vocab_size, np.int64) for split in SPLITS}  # times each token occurs
     first = np.cumsum([0, *sizes])
     with ExitStack() as stack:
-        writers = {name: stack.enter_context(_StreamWriter(out, name, vocab_size)) for name in names}
+        writers = {name: stack.enter_context(_StreamWriter(out, name, vocab_size, columns)) for name in names}
         bar = stack.enter_context(
             tqdm(
                 desc="merging",
@@ -84,7 +86,7 @@ def merge(
                 kept = ~duplicate[document : document + len(lengths)].astype(bool)
                 for split, chosen in (("train", kept & ~held_out), ("validation", kept & held_out)):
                     some = tokens[np.repeat(chosen, lengths)]
-                    rows = table.filter(pyarrow.array(chosen)).select(DOCUMENTS.names)
+                    rows = table.filter(pyarrow.array(chosen)).select(columns.names)
                     writers[streams[part.source] if split == "train" else split].extend(some, lengths[chosen], rows)
                     seen[split] += np.bincount(some, minlength=vocab_size)
                     counts[split].update(
@@ -214,10 +216,10 @@ def _mapped(path: Path, dtype: np.dtype) -> np.ndarray:
 class _StreamWriter:
     """NAME.bin, NAME.idx and NAME.documents.parquet, complete at the end of the block."""
 
-    def __init__(self, folder: Path, name: str, vocab_size: int):
+    def __init__(self, folder: Path, name: str, vocab_size: int, columns: pyarrow.Schema):
         self._tokens = IndexedWriter(folder / name, vocab_size)
         self._file = open(folder / f"{name}.documents.parquet", "wb")  # noqa: SIM115  pyarrow opens no name but UTF-8
-        self._documents = parquet.ParquetWriter(self._file, DOCUMENTS)
+        self._documents = parquet.ParquetWriter(self._file, columns)
         self._rows: list[pyarrow.Table] = []
         self.bytes = 0
 

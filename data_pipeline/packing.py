@@ -3,6 +3,7 @@
 import hashlib
 import json
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil
@@ -263,10 +264,10 @@ class Mixture:
     goes through its own epochs. Nothing is kept in memory.
 
     Args:
-        streams: samples of the same length. weights: relative weight of each stream.
+        streams: samples of the same length, PackedSamples or a task's own. weights: relative weight of each stream.
     """
 
-    def __init__(self, streams: list[PackedSamples], weights: list[float]):
+    def __init__(self, streams: Sequence[Any], weights: Sequence[float]):
         self.streams, self.seq_len = streams, streams[0].seq_len
         exact = [Fraction(str(weight)) for weight in weights]  # as it was written: 0.3 is 3/10
         self._by_weight = sorted(range(len(streams)), key=lambda i: -exact[i])

@@ -1,8 +1,9 @@
 """Tokenising parts of the text in many processes. A part is complete when its .json exists, which is written last.
 
 part-NNNNNN.bin holds the tokens of all its documents, including duplicates and held-out ones; part-NNNNNN.parquet has
-one row per document (see SCHEMA), part-NNNNNN.json the counts; with data.near_duplicates part-NNNNNN.sketches has a
-sketch of each document (near_duplicates.py). Their content does not depend on which process wrote it.
+one row per document (see SCHEMA and ANSWERS), part-NNNNNN.json the counts; with data.near_duplicates
+part-NNNNNN.sketches has a sketch of each document (near_duplicates.py). Their content does not depend on which process
+wrote it.
 """
 
 import hashlib
@@ -26,13 +27,15 @@ import pyarrow
 from pyarrow import parquet
 from tqdm import tqdm
 
-from titans_pt.config import DataConfig
+from titans_pt.config import DataConfig, SourceConfig
 from titans_pt.data_pipeline import sources
+from titans_pt.data_pipeline.files import Rejected
 from titans_pt.data_pipeline.indexed import token_dtype
 from titans_pt.data_pipeline.near_duplicates import sketch
 from titans_pt.data_pipeline.sources import Document, Part
 from titans_pt.data_pipeline.text import one_line, visible
-from titans_pt.data_pipeline.tokenizers import Tokenizer, load_tokenizer
+from titans_pt.data_pipeline.tokenizers import Tokenizer, encode_pieces, load_tokenizer
+from titans_pt.data_pipeline.tokenizers.chat import chat_pieces
 from titans_pt.errors import UserError
 from titans_pt.tools.files import flush_to_disk
 from titans_pt.tools.sealed import seal, unseal
@@ -49,6 +52,9 @@ SCHEMA = pyarrow.schema(
         ("held_out", pyarrow.bool_()),  # in the validation split
     ]
 )
+ANSWERS = pyarrow.field("answers", pyarrow.list_(pyarrow.int32()))
+"""A further column of data with answers (DataConfig.marks_answers): begin and end of each answer, in tokens of the
+document; null for a document of plain text, all of whose tokens count as an answer."""
 FORMAT = 4
 """Parts of another format are not continued. Since 2 the ids of kind=indexed are hashed without bos and eos; since 3
 characters are int64; since 4 text beside kind=indexed is hashed by its ids."""
@@ -74,6 +80,11 @@ class Job:
     folder: Path
     threads: int
     """Threads of the tokenizer library in each process."""
+
+
+def schema(data: DataConfig) -> pyarrow.Schema:
+    """Columns of a part's list of documents."""
+    return SCHEMA.append(ANSWERS) if data.marks_answers else SCHEMA
 
 
 def part_path(folder: Path, index: int, suffix: str) -> Path:
@@ -185,23 +196,25 @@ def write_part(job: Job, index: int, part: Part, report: Report) -> None:
         for suffix in (".bin", ".parquet", *([".sketches"] if sketched else []), ".json")
     }
     reject = sources.refuse if job.data.bad_input == "refuse" else rejected.append
-    found = _readable(sources.documents(source, part, counts, reject), tokenizer, counts)
+    found = _readable(sources.documents(source, part, counts, reject), source, tokenizer, counts, reject)
     try:
         with ExitStack() as stack:
             tokens = stack.enter_context(open(scratch[".bin"], "wb"))
             sketches = stack.enter_context(open(scratch[".sketches"], "wb")) if sketched else None
             table = stack.enter_context(open(scratch[".parquet"], "wb"))
-            writer = _TableWriter(stack.enter_context(parquet.ParquetWriter(table, SCHEMA)))
+            columns = schema(job.data)
+            writer = _TableWriter(stack.enter_context(parquet.ParquetWriter(table, columns)), columns)
             for batch in _batches(found):
-                encoded = _encode(batch, tokenizer, job, round_trip)
+                encoded, answers = _encode(batch, tokenizer, job, round_trip)
                 data = np.concatenate(encoded).tobytes()
                 tokens.write(data)
                 checksum.update(data)
                 if sketches:
                     sketches.write(sketch(encoded).tobytes())
-                for document, ids in zip(batch, encoded, strict=True):
+                for document, ids, own in zip(batch, encoded, answers, strict=True):
                     digest = document_hash(ids[bare] if by_ids else document.text)
-                    writer.add(_described(document, len(ids), digest, fraction))
+                    row = _described(document, len(ids), digest, fraction)
+                    writer.add((*row, own) if job.data.marks_answers else row)
                 report(len(batch), sum(map(len, encoded)), 0, 0)
             writer.flush()
         for path in scratch.values():
@@ -228,11 +241,17 @@ def write_part(job: Job, index: int, part: Part, report: Report) -> None:
     report(0, 0, _weight(part), writer.tokens)
 
 
-def _encode(batch: list[Document], tokenizer: Tokenizer, job: Job, round_trip: Counter) -> list[np.ndarray]:
-    """Ids of each document with its beginning (``Tokenizer.begin``) and its eos."""
+def _encode(
+    batch: list[Document], tokenizer: Tokenizer, job: Job, round_trip: Counter
+) -> tuple[list[np.ndarray], list[list[int] | None]]:
+    """Ids of each document with its beginning (``Tokenizer.begin``) and its eos, and its answers (:data:`ANSWERS`)."""
     before, dtype = list(tokenizer.begin), token_dtype(tokenizer.vocab_size)
+    answers: list[list[int] | None] = [None] * len(batch)
     if batch[0].tokens is not None:
         encoded = [document.tokens for document in batch]
+    elif batch[0].pieces:
+        both = [encode_pieces(tokenizer, document.pieces, bool(document.messages)) for document in batch]
+        encoded, answers = [ids for ids, _ in both], [own for _, own in both]
     else:
         encoded = tokenizer.encode_batch([document.text for document in batch], job.threads)
         for document, ids in zip(batch, encoded, strict=True):
@@ -245,7 +264,8 @@ def _encode(batch: list[Document], tokenizer: Tokenizer, job: Job, round_trip: C
             where = one_line(f"{document.file} row {document.row}")
             raise UserError(f"data.sources: the document at {where} has {count:,} tokens, at most {LONGEST:,} fit; "
                             "cut the file, or set data.sources.N.separator")  # fmt: skip
-    return [np.concatenate([np.array(ids, dtype) for ids in (before, one, [tokenizer.eos_id])]) for one in encoded]
+    whole = [np.concatenate([np.array(ids, dtype) for ids in (before, one, [tokenizer.eos_id])]) for one in encoded]
+    return whole, answers
 
 
 def _changed(document: Document, back: str) -> str:
@@ -259,21 +279,46 @@ def _changed(document: Document, back: str) -> str:
     )
 
 
-def _readable(documents: Iterator[Document], tokenizer: Tokenizer, counts: Counter) -> Iterator[Document]:
-    """Yields ``documents``, those of ids (kind=indexed) without the bos and eos around them.
+def _readable(
+    documents: Iterator[Document], source: SourceConfig, tokenizer: Tokenizer, counts: Counter,
+    reject: Callable[[Rejected], None],
+) -> Iterator[Document]:  # fmt: skip
+    """Yields ``documents``, those of ids (kind=indexed) without the bos and eos around them, chats as text.
 
     Documents of ids without a visible character are dropped and counted as empty.
 
     Raises:
-        UserError: ids that the tokenizer does not have.
+        UserError: ids that the tokenizer does not have, or chats and a tokenizer without a chat template.
     """
     for document in documents:
-        if document.tokens is not None:
+        if document.messages:
+            written = _written(document, source, tokenizer)
+            if isinstance(written, Rejected):
+                reject(written)
+                continue
+            document = written
+        elif document.tokens is not None:
             document = replace(document, tokens=_bare(document, tokenizer))
             if not _visible(document.tokens, tokenizer):
                 counts["empty"] += 1
                 continue
         yield document
+
+
+def _written(document: Document, source: SourceConfig, tokenizer: Tokenizer) -> Document | Rejected:
+    """A chat as the chat template writes it."""
+    from jinja2 import TemplateError  # comes with torch, which only chats need here
+
+    try:
+        pieces = chat_pieces(tokenizer, document.messages, source.answers == "last")
+    except (TemplateError, ValueError, TypeError) as error:
+        where, what = one_line(f"{document.file}, row {document.row}"), " ".join(str(error).split())
+        return Rejected(
+            f"{where}, column {source.messages_column!r}",
+            f"the chat cannot be written ({what})",
+            "repair or remove the row, or set answers=last for a template that writes earlier answers in another way",
+        )
+    return replace(document, text="".join(text for text, _ in pieces), pieces=tuple(pieces))
 
 
 def _bare(document: Document, tokenizer: Tokenizer) -> np.ndarray:
@@ -357,10 +402,10 @@ def _tokenizer(path: Path, eos_token: str | None, add_bos: bool) -> Tokenizer:
 
 
 class _TableWriter:
-    """Rows of SCHEMA to a parquet file, ROW_GROUP at a time."""
+    """Rows of :func:`schema` to a parquet file, ROW_GROUP at a time."""
 
-    def __init__(self, table: parquet.ParquetWriter):
-        self._table, self._rows = table, []
+    def __init__(self, table: parquet.ParquetWriter, columns: pyarrow.Schema):
+        self._table, self._columns, self._rows = table, columns, []
         self.documents = self.tokens = 0
 
     def add(self, row: tuple) -> None:
@@ -373,8 +418,8 @@ class _TableWriter:
     def flush(self) -> None:
         if self._rows:
             columns = zip(*self._rows, strict=True)
-            arrays = [pyarrow.array(column, field.type) for column, field in zip(columns, SCHEMA, strict=True)]
-            self._table.write_batch(pyarrow.record_batch(arrays, schema=SCHEMA), row_group_size=ROW_GROUP)
+            arrays = [pyarrow.array(column, field.type) for column, field in zip(columns, self._columns, strict=True)]
+            self._table.write_batch(pyarrow.record_batch(arrays, schema=self._columns), row_group_size=ROW_GROUP)
             self._rows = []
 
 

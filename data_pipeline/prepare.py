@@ -46,6 +46,7 @@ from titans_pt.data_pipeline.parts import (
     document_hash,
     held_out,
     read_summary,
+    schema,
     validation_fraction,
     write_json,
     write_parts,
@@ -355,7 +356,7 @@ def _build(config: Config, build: Path, fingerprints: dict, shard: tuple[int, in
     out.mkdir()
     names = streams(data)
     before = ["validation"] * len(data.validation_sources)
-    merged = merge(parts, build, out, tokenizer.vocab_size, [*before, *names], data.near_duplicates)
+    merged = merge(parts, build, out, tokenizer.vocab_size, [*before, *names], schema(data), data.near_duplicates)
     for split in SPLITS:
         if not merged["splits"][split]["documents"]:
             total = sum(count["documents"] for count in merged["splits"].values())

@@ -19,6 +19,7 @@ from titans_pt.data_pipeline import files, stdlib
 from titans_pt.data_pipeline.files import Rejected, SourceRow, source_files
 from titans_pt.data_pipeline.indexed import IndexedDataset
 from titans_pt.data_pipeline.text import replace_surrogates, utf8, visible
+from titans_pt.data_pipeline.tokenizers.chat import Message, Piece
 from titans_pt.errors import UserError
 from titans_pt.genomics.fasta import Unusable, records
 from titans_pt.genomics.genomes import GENOMES
@@ -53,11 +54,14 @@ class Document:
     """One document.
 
     Attributes:
-        text: not empty, and valid as UTF-8; "" for kind=indexed, which has no text.
+        text: not empty, and valid as UTF-8; "" for kind=indexed, which has no text. Of a chat the contents of its
+            messages, until its template has written it.
         id: from the source's id column; "" if there is none.
         file, row: its place: the row's number, or in .jsonl the byte where its line begins. All strings are valid as
             UTF-8; for a file name that is not, see :func:`titans_pt.data_pipeline.text.utf8`.
         tokens: for kind=indexed, its ids.
+        pieces: for a document with answers, its text in pieces.
+        messages: for format=messages, the chat.
     """
 
     text: str
@@ -65,6 +69,8 @@ class Document:
     file: str
     row: int
     tokens: np.ndarray | None = None
+    pieces: tuple[Piece, ...] = ()
+    messages: tuple[Message, ...] = ()
 
 
 def refuse(rejected: Rejected) -> None:
@@ -210,7 +216,7 @@ def _document(row: SourceRow | Rejected, source: SourceConfig, counts: Counter) 
     """The document of a row; None if it is dropped and counted."""
     if isinstance(row, Rejected):
         return row
-    for column in (source.text_column, *source.minimum):
+    for column in (*source.columns, *source.minimum):
         if column not in row.values:
             return files.missing(row.where, column, source, list(row.values))
     for column, least in source.minimum.items():
@@ -224,17 +230,61 @@ def _document(row: SourceRow | Rejected, source: SourceConfig, counts: Counter) 
         if value is None or not value >= least:
             counts["filtered"] += 1
             return None
-    text = row.values[source.text_column]
-    if text is not None and not isinstance(text, str):
-        return Rejected(
-            f"{row.where}, column {source.text_column!r}",
-            f"holds a {type(text).__name__}, not text",
-            "set text_column to the one that holds the text",
-        )
-    if not text or not visible(text):
+    place = _name(row.values.get(source.id_column)), utf8(row.file), row.number
+    if source.format == "messages":
+        messages = _messages(row, source)
+        return messages if isinstance(messages, Rejected) else Document(_contents(messages), *place, messages=messages)
+    texts = [row.values[column] for column in source.columns]
+    for column, text in zip(source.columns, texts, strict=True):
+        if text is not None and not isinstance(text, str):
+            return _no_text(row, column, text, source)
+    last = texts[-1]
+    if not last or not visible(last):  # the text, or the answer
         counts["empty"] += 1
         return None
-    return Document(replace_surrogates(text), _name(row.values.get(source.id_column)), utf8(row.file), row.number)
+    if source.format == "text":
+        return Document(replace_surrogates(last), *place)
+    prompt, answer = (replace_surrogates(text or "") for text in texts)
+    return Document(prompt + answer, *place, pieces=((prompt, False), (answer, True)))
+
+
+def _no_text(row: SourceRow, column: str, value: object, source: SourceConfig) -> Rejected:
+    setting = source.setting_of(column)
+    what = setting.removesuffix("_column")
+    return Rejected(
+        f"{row.where}, column {column!r}",
+        f"holds a {type(value).__name__}, not text",
+        f"set {setting} to the one that holds the {what}",
+    )
+
+
+def _messages(row: SourceRow, source: SourceConfig) -> tuple[Message, ...] | Rejected:
+    """The chat of a row. Entries without a value, which .parquet has for every key of any message, are left out."""
+    column = source.messages_column
+    given = row.values[column]
+    if not isinstance(given, list) or not given or not all(isinstance(message, dict) for message in given):
+        return Rejected(
+            f"{row.where}, column {column!r}",
+            "holds no list of messages, which are objects with role and content",
+            "set messages_column to the one that holds the chat",
+        )
+    messages = tuple({key: _clean(value) for key, value in each.items() if value is not None} for each in given)
+    for number, message in enumerate(messages):
+        if not isinstance(message.get("role"), str) or not isinstance(message.get("content", ""), str):
+            return Rejected(
+                f"{row.where}, column {column!r}, message {number}",
+                "its role or its content is not text",
+                "repair or remove the row",
+            )
+    return messages
+
+
+def _clean(value: object) -> object:
+    return replace_surrogates(value) if isinstance(value, str) else value
+
+
+def _contents(messages: tuple[Message, ...]) -> str:
+    return "\n".join(message.get("content", "") for message in messages)
 
 
 def _name(value: object) -> str:

@@ -1,8 +1,11 @@
 """Tokenizers whose decoding returns exactly the encoded text: SentencePiece, Hugging Face and nucleotides."""
 
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 
 from titans_pt.data_pipeline.tokenizers.base import FILES, StreamDecoder, Tokenizer, saved_tokenizer
+from titans_pt.data_pipeline.tokenizers.chat import Piece, spelled_ids
 from titans_pt.data_pipeline.tokenizers.huggingface import HuggingFaceTokenizer
 from titans_pt.data_pipeline.tokenizers.nucleotides import MODEL, NucleotideTokenizer
 from titans_pt.data_pipeline.tokenizers.probe import lost_kinds
@@ -12,8 +15,8 @@ from titans_pt.errors import UserError
 from titans_pt.genomics.alphabet import EOS, TOKENS
 
 __all__ = [
-    "FILES", "NucleotideTokenizer", "StreamDecoder", "Tokenizer", "ids_after", "load_tokenizer", "lost_kinds",
-    "saved_tokenizer", "train_tokenizer",
+    "FILES", "NucleotideTokenizer", "StreamDecoder", "Tokenizer", "encode_pieces", "ids_after", "load_tokenizer",
+    "lost_kinds", "saved_tokenizer", "train_tokenizer",
 ]  # fmt: skip
 
 
@@ -56,21 +59,52 @@ def load_tokenizer(path: str | Path, eos_token: str | None = None, add_bos: bool
     return tokenizer
 
 
+def encode_pieces(tokenizer: Tokenizer, pieces: Iterable[Piece], spelled: bool) -> tuple[list[int], list[int]]:
+    """Ids of a document behind ``Tokenizer.begin`` and before its eos, and where its answers are.
+
+    No token spans the end of a piece: a model that answers has read the ids of what comes before.
+
+    Args:
+        spelled: whether control tokens are spelled in the text (a chat). An answer then ends with its last eos, if it
+            has one; else the document's eos is part of the answer.
+
+    Returns:
+        The ids, and begin and end of each answer in ids of the document, ``Tokenizer.begin`` included.
+    """
+    encode = partial(spelled_ids, tokenizer) if spelled else tokenizer.encode
+    first, ids, before, answers = len(tokenizer.begin), [], "", []
+    for text, is_answer in pieces:
+        own = _added(encode, before, text, ids)
+        if own is None:
+            own = encode(text) if spelled else ids_within(tokenizer, text)
+        if is_answer and own:
+            ended = spelled and tokenizer.eos_id in own
+            length = len(own) - own[::-1].index(tokenizer.eos_id) if ended else len(own) + (not spelled)
+            answers += [first + len(ids), first + len(ids) + length]
+        ids, before = ids + own, before + text
+    return ids, answers
+
+
 def ids_within(tokenizer: Tokenizer, text: str) -> list[int]:
     """The ids of ``text`` in the middle of a document: without the space that some tokenizers put before a text."""
     if not text or not tokenizer.dummy_prefix:
         return list(tokenizer.encode(text))
-    apart = (_added(tokenizer, before, text) for before in ("\n", "a", "."))
+    apart = (_added(tokenizer.encode, before, text) for before in ("\n", "a", "."))
     return next((ids for ids in apart if ids), list(tokenizer.encode(text)))
 
 
 def ids_after(tokenizer: Tokenizer, before: str, text: str) -> list[int]:
     """The ids that ``text`` adds when it follows ``before``; if they cannot be separated, the ids of ``text`` alone."""
-    ids = _added(tokenizer, before, text)
+    ids = _added(tokenizer.encode, before, text)
     return list(tokenizer.encode(text)) if ids is None else ids
 
 
-def _added(tokenizer: Tokenizer, before: str, text: str) -> list[int] | None:
-    """The ids that ``text`` adds when it follows ``before``; None if they cannot be separated."""
-    first, both = tokenizer.encode(before), tokenizer.encode(before + text)
+def _added(
+    encode: Callable[[str], list[int]], before: str, text: str, first: list[int] | None = None
+) -> list[int] | None:
+    """The ids that ``text`` adds when it follows ``before``; None if they cannot be separated.
+
+    first: ids of ``before``, if they are known.
+    """
+    first, both = encode(before) if first is None else first, encode(before + text)
     return list(both[len(first) :]) if both[: len(first)] == first else None

@@ -57,6 +57,11 @@ class Tokenizer(ABC):
         """Ids of one text, as :meth:`encode_batch`."""
         return list(self.encode_batch([text])[0])
 
+    def encode_spelled(self, text: str) -> list[int]:
+        """Ids of a text in which control tokens are spelled, as a chat template writes it; they become these tokens.
+        A tokenizer without chat templates encodes it like any text."""
+        return self.encode(text)
+
     def document(self, text: str) -> list[int]:
         """Ids of a document that begins with ``text``, as a model read it in training. Its end is not marked: text may
         follow."""

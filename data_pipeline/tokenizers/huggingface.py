@@ -85,7 +85,6 @@ class HuggingFaceTokenizer(Tokenizer):
         return [self._encode_parts(text) if len(text) > _STRETCH else next(encoded).ids for text in texts]
 
     def encode_spelled(self, text: str) -> list[int]:
-        """Ids of a text in which control tokens are spelled, as a chat template writes it: they become these tokens."""
         self._tokenizer.encode_special_tokens = False
         try:
             return self._encode(text)

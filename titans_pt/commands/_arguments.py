@@ -151,3 +151,19 @@ checkpoint_step = click.option(
     "--checkpoint", "step", type=whole(0), metavar="STEP",
     help="step of the checkpoint (default: the newest complete one; with train.patience the best)",
 )  # fmt: skip
+
+
+def draws(action):
+    """Add the options that say how tokens are drawn: temperature, top_k, top_p and seed."""
+    temperatures = real(lambda t: t == 0 or 1e-6 <= t <= 1e6, "0, or a number from 0.000001 to a million")
+    shares = real(lambda p: 0 < p <= 1, "a number above 0 and at most 1")
+    options = (
+        click.option("--temperature", type=temperatures, default=0.8, metavar="T", help="0 is greedy"),
+        click.option("--top-k", type=whole(1), metavar="N", help="sample from the N most likely tokens (default: all)"),
+        click.option(
+            "--top-p", type=shares, default=0.95, metavar="P",
+            help="sample from the fewest tokens with this total probability",
+        ),
+        click.option("--seed", type=whole(0), default=0, metavar="N", help="random seed of the samples"),
+    )  # fmt: skip
+    return functools.reduce(lambda wrapped, option: option(wrapped), reversed(options), action)

@@ -21,14 +21,19 @@ def inspect(config, documents: int, verify: bool, sample: int | None, step: int 
     """Show documents, tokens, lengths, and the content of samples."""
     if sample is not None and step is not None:
         raise click.UsageError("--sample and --step exclude each other; leave one out.")
-    from titans_pt.config.checks import import_modules
+    from titans_pt.config.checks import checked, import_modules
     from titans_pt.data_pipeline.inspection import inspect_data
     from titans_pt.errors import UserError
-    from titans_pt.tasks import TASKS
+    from titans_pt.tasks import TASKS, task_of
+    from titans_pt.tasks.answers import AnswersOnly
     from titans_pt.tasks.language import Language
 
     import_modules(config.run.imports)
-    if not issubclass(TASKS.find(config.task), Language):
+    kind = TASKS.find(config.task)
+    if not issubclass(kind, Language):
         raise UserError(f"task: given {config.task!r}, which reads no token files; inspect those of task=language")
 
-    inspect_data(config, sample, step, count, documents, verify)
+    def opened():
+        return task_of(checked(config)).open().train
+
+    inspect_data(config, sample, step, count, documents, verify, opened if issubclass(kind, AnswersOnly) else None)

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import click
 
-from titans_pt.commands._arguments import FILE, PATH, checkpoint_step, overrides, real, run_folder, whole
+from titans_pt.commands._arguments import FILE, PATH, checkpoint_step, draws, overrides, run_folder, whole
 
 SECTION = "evaluate"
 WRITES = "--save-state"
@@ -27,16 +27,7 @@ WRITES = "--save-state"
     "--max-new-tokens", type=whole(0), default=100, metavar="N",
     help="maximum number of new tokens; 0, with --save-state, only reads",
 )  # fmt: skip
-@click.option(
-    "--temperature", type=real(lambda t: t == 0 or 1e-6 <= t <= 1e6, "0, or a number from 0.000001 to a million"),
-    default=0.8, metavar="T", help="0 is greedy",
-)  # fmt: skip
-@click.option("--top-k", type=whole(1), metavar="N", help="sample from the N most probable tokens (default: all)")
-@click.option(
-    "--top-p", type=real(lambda p: 0 < p <= 1, "a number above 0 and at most 1"), default=0.95, metavar="P",
-    help="sample from the fewest tokens with this total probability",
-)  # fmt: skip
-@click.option("--seed", type=whole(0), default=0, metavar="N", help="random seed of the samples")
+@draws
 @checkpoint_step
 @click.option("--save-state", type=FILE, metavar="FILE", help="write the state after prompt and new text")
 @click.option("--state", type=PATH, metavar="FILE", help="continue from a state that --save-state wrote")

@@ -32,23 +32,26 @@ SHARE = Checked(_share, "I/N, with I from 0 to N - 1")
 )  # fmt: skip
 def prepare(config, force: bool, workers: int, shard: tuple[int, int] | None):
     """Turn text into token files, or write the other files that the task reads."""
-    if config.task != "language":
-        from titans_pt.config.checks import checked
-        from titans_pt.errors import UserError
-        from titans_pt.tasks import Task, task_of
+    from titans_pt.config.checks import checked, import_modules
+    from titans_pt.tasks import TASKS, Task, task_of
+    from titans_pt.tasks.language import Language
 
-        if shard:
-            raise UserError(
-                f"--shard: given {shard[0]}/{shard[1]}; only with task=language, whose text is cut in parts"
-            )
-        task = task_of(checked(config))
-        if type(task).prepare is Task.prepare:
-            print(f"task={config.task}: its samples are drawn, nothing to prepare", file=sys.stderr)
-        elif force:
-            task.prepare(force)
-        else:
-            task.prepare()
+    import_modules(config.run.imports)
+    kind = TASKS.find(config.task)
+    if kind.prepare is Language.prepare:
+        from titans_pt.data_pipeline.prepare import prepare as write_token_files
+
+        write_token_files(config, force=force, shard=shard, workers=workers)
         return
-    from titans_pt.data_pipeline.prepare import prepare as write_token_files
+    if shard:
+        from titans_pt.errors import UserError
 
-    write_token_files(config, force=force, shard=shard, workers=workers)
+        raise UserError(f"--shard: given {shard[0]}/{shard[1]}; only with a task that reads token files, whose text is "
+                        f"cut in parts; task={config.task} reads none")  # fmt: skip
+    task = task_of(checked(config))
+    if kind.prepare is Task.prepare:
+        print(f"task={config.task}: its samples are drawn, nothing to prepare", file=sys.stderr)
+    elif force:
+        task.prepare(force)
+    else:
+        task.prepare()

@@ -10,6 +10,13 @@ from titans_pt.config.fields import PathName, Positive, Section
 GenomeName = Literal["ecoli", "worm-x", "human-x"]
 """Names of genomes for ``data.sources`` kind=genome; titans_pt.genomics.genomes has exactly these."""
 
+_OF_FORMAT = {
+    "text": ("text_column",),
+    "prompt-completion": ("prompt_column", "completion_column"),
+    "messages": ("messages_column", "answers"),
+}
+"""Format of a source -> the settings that only this format uses."""
+
 
 class SourceConfig(Section):
     kind: Literal["stdlib", "files", "hub", "indexed", "fasta", "genome"] = "stdlib"
@@ -31,8 +38,21 @@ class SourceConfig(Section):
     """hub: read over the network while preparing. False: download first, into the cache of ``datasets``."""
     max_files: Positive | None = None
     """hub, streaming: only the first max_files files of the dataset; a file of FineWeb-Edu has about 0.7B tokens."""
+    format: Literal["text", "prompt-completion", "messages"] = "text"
+    """Content of a row. text: one text. prompt-completion: a prompt and its answer, two texts. messages: a chat, as a
+    list of objects with ``role`` and ``content``, which the tokenizer's chat template writes (pip install
+    'titans-pt[eval]'). task=sft trains on the answers alone, task=language on every token."""
     text_column: str = "text"
-    """Column (field of a .jsonl row) that holds the text."""
+    """format=text: column (field of a .jsonl row) that holds the text."""
+    prompt_column: str = "prompt"
+    """format=prompt-completion: column of the prompt."""
+    completion_column: str = "completion"
+    """format=prompt-completion: column of the answer, with the space or line break that stands before it, if any."""
+    messages_column: str = "messages"
+    """format=messages: column of the chat."""
+    answers: Literal["all", "last"] = "all"
+    """format=messages: the messages of role assistant that task=sft trains on. last: the last one of each chat, for a
+    chat template that writes earlier answers in another way (Qwen3's leaves out their thoughts)."""
     separator: str | None = None
     """files: separator of the documents in a .txt file, such as "<|endoftext|>"; "": a file is one document. Null: each
     file in a folder is one document; if ``path`` is a single .txt file, each paragraph (between empty lines) is one."""
@@ -57,19 +77,36 @@ class SourceConfig(Section):
             raise ValueError(
                 f"name: given {self.name!r} with kind='genome'; allowed: {', '.join(get_args(GenomeName))}"
             )
-        rows, hub = ("text_column", "id_column", "minimum"), ("name", "split", "revision", "streaming", "max_files")
+        every = [key for keys in _OF_FORMAT.values() for key in keys]
+        rows = ("id_column", "minimum", "format", *every)
+        hub = ("name", "split", "revision", "streaming", "max_files")
         used = {
             "files": (*rows, "separator"), "hub": rows + hub, "fasta": ("block",), "genome": ("block", "name"),
         }.get(self.kind, ())  # fmt: skip
         for key in (*rows, *hub, "separator", "block"):
             if key not in used and (given := getattr(self, key)) != type(self).model_fields[key].default:
                 raise ValueError(f"{key}: given {given!r} with kind={self.kind!r}, which does not use it; remove it")
+        for key in every:
+            given = getattr(self, key)
+            if key not in _OF_FORMAT[self.format] and given != type(self).model_fields[key].default:
+                raise ValueError(
+                    f"{key}: given {given!r} with format={self.format!r}, which does not use it; remove it"
+                )
         if self.max_files and not self.streaming:
             raise ValueError(
                 f"max_files: given {self.max_files} with streaming=false, which downloads all files; "
                 "remove it, or set streaming=true"
             )
         return self
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Columns that every row has."""
+        return tuple(getattr(self, key) for key in _OF_FORMAT[self.format] if key.endswith("_column"))
+
+    def setting_of(self, column: str) -> str:
+        """Name of the setting that gives a column of ``columns``."""
+        return next(key for key in _OF_FORMAT[self.format] if getattr(self, key) == column)
 
 
 class TokenizerConfig(Section):
@@ -172,3 +209,8 @@ class DataConfig(Section):
     def every_source(self) -> list[SourceConfig]:
         """All sources, validation sources first: of equal documents, the first is kept."""
         return [*self.validation_sources, *self.sources]
+
+    @property
+    def marks_answers(self) -> bool:
+        """Whether token files mark the answers in their documents, for task=sft."""
+        return any(source.format != "text" for source in self.every_source)

@@ -26,6 +26,7 @@ import yaml
 
 from titans_pt.config import Config
 from titans_pt.data_pipeline import StreamDecoder
+from titans_pt.data_pipeline.tokenizers.chat import chat_text
 from titans_pt.errors import UserError
 from titans_pt.evaluation.caching import check_without_prompts, with_caches
 from titans_pt.evaluation.perplexity import token_losses
@@ -46,7 +47,6 @@ try:
     from lm_eval.models.utils import normalize_gen_kwargs
     from lm_eval.tasks import TaskManager
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
-    from transformers.utils.chat_template_utils import render_jinja_template
 except ImportError as error:
     raise UserError(f"lm-eval: cannot be imported ({error}); install it: pip install 'titans-pt[eval]'") from None
 
@@ -172,16 +172,10 @@ class TitansLM(TemplateLM):
         Raises:
             UserError: the run's tokenizer has no template.
         """
-        template, tokenizer = self.chat_template(True), self.titans_tokenizer
-        ends = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id}
+        self.chat_template(True)
 
         def written(chat: list[dict[str, str]]) -> str:
-            texts, _ = render_jinja_template(
-                [chat], chat_template=template, add_generation_prompt=add_generation_prompt,
-                continue_final_message=not add_generation_prompt,
-                **{name: tokenizer.names[i] for name, i in ends.items() if i >= 0},
-            )  # fmt: skip
-            return texts[0]
+            return chat_text(self.titans_tokenizer, chat, add_generation_prompt, open_end=not add_generation_prompt)
 
         try:
             return written(chat_history)

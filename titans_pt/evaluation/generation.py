@@ -55,7 +55,7 @@ def generate(
             in the run.
     """
     check_draws(max_new_tokens or int(save_to is not None), temperature, top_k, top_p, seed)
-    run = _opened(run_dir, step, overrides)
+    run = opened(run_dir, step, overrides)
     _check(bool(prompt) or state_file is not None, "prompt", prompt, "some text, or none with a saved state")
     # A saved state is in the middle of a document.
     ids = _opening(run.tokenizer, prompt) if state_file is None else ids_within(run.tokenizer, prompt or "")
@@ -70,14 +70,14 @@ def generate(
         if logits.is_cuda:
             torch.cuda.synchronize(logits.device)
     read = time.perf_counter()
-    tokens = _Returning(
+    tokens = Returning(
         sample(
             run.model, logits, state, max_new_tokens, {run.tokenizer.eos_id}, temperature, top_k, top_p, seed,
             read_last=save_to is not None,
         )
     )  # fmt: skip
     decoder = StreamDecoder(run.tokenizer, continues=True, unfinished=b"" if ids else unfinished)
-    text, count = _print_text(decoder, tokens, whole=save_to is None)
+    text, count = print_text(decoder, tokens, whole=save_to is None)
     wrote = time.perf_counter()
     prompt_rate = f" at {len(ids) / (read - began):.1f} tokens/s" if ids else ""
     new_rate = f"{count} new tokens at {count / (wrote - read):.1f} tokens/s"
@@ -114,7 +114,7 @@ def generate_batch(
     """
     check_draws(max_new_tokens, temperature, top_k, top_p, seed)
     _check(batch >= 1, "batch", batch, "at least 1")
-    run = _opened(run_dir, step, overrides)
+    run = opened(run_dir, step, overrides)
     asked = [_opening(run.tokenizer, prompt) for prompt in prompts]
     texts, written, began = [], 0, time.perf_counter()
     for first in range(0, len(asked), batch):
@@ -139,7 +139,12 @@ def generate_batch(
     return texts
 
 
-def _opened(run_dir: str | Path, step: int | None, overrides: Sequence[str]) -> LoadedRun:
+def opened(run_dir: str | Path, step: int | None, overrides: Sequence[str]) -> LoadedRun:
+    """A run with its read caches, on the best device.
+
+    Raises:
+        UserError: an override of anything but evaluation, or as ``load_run`` and ``with_caches``.
+    """
     for override in overrides:
         if not override.startswith("evaluation."):
             raise UserError(f"override {override!r}: only evaluation.KEY=VALUE can be set here; the rest is the run's")
@@ -161,7 +166,7 @@ def _one_line(entries: dict) -> str:
     return text
 
 
-def _print_text(decoder: StreamDecoder, tokens: Iterable[int], whole: bool) -> tuple[str, int]:
+def print_text(decoder: StreamDecoder, tokens: Iterable[int], whole: bool) -> tuple[str, int]:
     """Print the text of ``tokens`` piece by piece as they come; return the text and its number of tokens.
 
     Args:
@@ -176,7 +181,7 @@ def _print_text(decoder: StreamDecoder, tokens: Iterable[int], whole: bool) -> t
     return "".join(pieces), len(pieces) - 1
 
 
-class _Returning:
+class Returning:
     """Iterate over a generator and keep its return value in ``value``."""
 
     def __init__(self, generator: Generator):

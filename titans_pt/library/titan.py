@@ -116,15 +116,8 @@ class Titan(nn.Module):
             self._check(state)
             from titans_pt.data_pipeline.tokenizers import ids_within
 
-            ids, state = ids_within(tokenizer, text), state.fork()
-        if ids:
-            logits, after = prefill(
-                self.model, torch.tensor([ids]), self.run.config.evaluation.prefill_tokens, state and state.state
-            )
-            state = Reading(logits, after, self.run)
-        assert state is not None, "a document has at least one token before its text"
-        self.state = state
-        return state
+            ids = ids_within(tokenizer, text)
+        return self._read(ids, state)
 
     def generate(
         self,
@@ -157,7 +150,60 @@ class Titan(nn.Module):
         check_draws(max_new_tokens, temperature, top_k, top_p, seed)
         if not text and state is None:
             raise UserError(f"text: given {text!r}; allowed: some text, or none with a state")
-        before = self.read(text, state)
+        return self._continued(self.read(text, state), max_new_tokens, temperature, seed, top_k, top_p)
+
+    def chat(
+        self,
+        message: str,
+        max_new_tokens: int = 512,
+        temperature: float = 0.8,
+        seed: int = 0,
+        top_k: int | None = None,
+        top_p: float = 0.95,
+        state: Reading | None = None,
+        system: str | None = None,
+    ) -> str:
+        """Answers a user's message, as ``titans chat`` does; the tokenizer's chat template writes it.
+
+        Args:
+            message: what the user says.
+            state: the state that the conversation has reached, which does not change; None: the message begins it.
+            system: system message of a conversation that begins; None: the template's own, if it has one.
+
+        All other arguments are those of :meth:`generate`.
+
+        Returns:
+            the answer; ``self.state`` is the state after it: pass it on with the next message.
+
+        Raises:
+            UserError: as :meth:`generate`; the tokenizer has no chat template; titans-pt[eval] is not installed.
+        """
+        check_draws(max_new_tokens, temperature, top_k, top_p, seed)
+        if system is not None and state is not None:
+            raise UserError("system: given together with a state; it begins a conversation: leave one out")
+        if state is not None:
+            self._check(state)
+        from titans_pt.data_pipeline.tokenizers.chat import message_ids
+
+        ids = message_ids(self.run.tokenizer, message, system, first=state is None)
+        return self._continued(self._read(ids, state), max_new_tokens, temperature, seed, top_k, top_p)
+
+    def _read(self, ids: list[int], state: Reading | None) -> Reading:
+        """Reads ``ids`` behind ``state``; returns the state after them, which ``self.state`` also is."""
+        state = state and state.fork()
+        if ids:
+            logits, after = prefill(
+                self.model, torch.tensor([ids]), self.run.config.evaluation.prefill_tokens, state and state.state
+            )
+            state = Reading(logits, after, self.run)
+        assert state is not None, "a document has at least one token before its text"
+        self.state = state
+        return state
+
+    def _continued(
+        self, before: Reading, max_new_tokens: int, temperature: float, seed: int, top_k: int | None, top_p: float
+    ) -> str:
+        """Text that the model generates from ``before``; ``self.state`` is the state after it."""
         new = sample(
             self.model, before.logits, before.state, max_new_tokens, {self.run.tokenizer.eos_id}, temperature, top_k,
             top_p, seed, read_last=True,

@@ -124,7 +124,7 @@ def test_every_option_that_is_written_to_is_checked():
     """Options that are written to are named --out, or their help says that they keep something."""
     found = {(*words, option.opts[-1]) for words, option in PLACES}
     outs = {(*words, "--out") for words, command in LEAVES.items() for p in command.params if "--out" in p.opts}
-    assert found == outs | {("generate", "--save-state")}
+    assert found == outs | {("chat", "--save-state"), ("generate", "--save-state")}
 
 
 def test_all_other_paths_are_read_and_expanded(monkeypatch):
@@ -197,7 +197,7 @@ def test_a_completion_script_asks_titans(shell, capsys):
 
 
 @pytest.mark.parametrize(("typed", "completed"), [
-    ("titans c", ["check", "checkpoint", "compare", "completion", "config", "convert"]),
+    ("titans c", ["chat", "check", "checkpoint", "compare", "completion", "config", "convert"]),
     ("titans checkpoint ", ["list", "merge", "prune", "verify"]),
     ("titans plan c.yaml a=1 --", ["--ranks", "--memory", "--help"]),
     ("titans completion z", ["zsh"]),

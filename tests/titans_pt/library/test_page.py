@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+from tests.helpers.chats import SIZE, byte_tokenizer
 from tests.helpers.untrained import untrained_run
 
 PAGE = Path(__file__).parents[3] / "docs/python.md"
@@ -11,6 +12,8 @@ PAGE = Path(__file__).parents[3] / "docs/python.md"
 def test_the_blocks_of_the_page_run(prepared, tmp_path, monkeypatch, capsys):
     (tmp_path / "runs").mkdir()
     untrained_run(tmp_path / "runs/quickstart", prepared)
+    byte_tokenizer(tmp_path / "tokenizer")  # stands for an imported chat model's
+    untrained_run(tmp_path / "runs/smollm2", tmp_path / "tokenizer", vocab_size=SIZE)
     monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.M | re.S)
     assert len(blocks) >= 6

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.helpers.chats import SIZE, byte_tokenizer
 from tests.helpers.untrained import untrained_run
 from titans_pt import Titan, UserError, detach_state, evaluation, fork_state, join_rows
 from titans_pt.huggingface import export_run
@@ -91,6 +92,26 @@ def test_state_files_are_those_of_titans_generate(run, model, tmp_path, capsys):
     assert evaluation.generate(run, " and", 8, state_file=file, save_to=theirs) == expected
     more = model.generate(" or", 4, temperature=0, state=model.state)
     assert model.generate(" or", 4, temperature=0, state=model.load_state(theirs)) == more
+
+
+def test_a_chat_is_that_of_titans_chat(tmp_path):
+    """Also after a state was saved and read; a state is left as it is."""
+    pytest.importorskip("transformers")
+    byte_tokenizer(tmp_path / "tokenizer")
+    folder = untrained_run(tmp_path / "chats", tmp_path / "tokenizer", vocab_size=SIZE, init_std=0.5, mixers=["lmm"])
+    model, questions = Titan.from_pretrained(folder), ["one", "two", "three"]
+    expected = evaluation.chat(folder, questions, system="brief", max_new_tokens=6)
+    first = model.chat("one", 6, temperature=0, system="brief")
+    model.state.save(tmp_path / "talk.state")
+    state = model.load_state(tmp_path / "talk.state")
+    for _ in range(2):
+        second = model.chat("two", 6, temperature=0, state=state)
+        third = model.chat("three", 6, temperature=0, state=model.state)
+        # A character that the last token leaves incomplete is shown by the program alone.
+        found = [answer.rstrip("\ufffd") for answer in (first, second, third)]
+        assert found == [answer.rstrip("\ufffd") for answer in expected]
+    with pytest.raises(UserError, match="system: given together with a state"):
+        model.chat("one", state=state, system="brief")
 
 
 def test_errors(run, model, prepared, tmp_path):

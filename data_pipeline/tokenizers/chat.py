@@ -1,0 +1,111 @@
+"""Chats as text, by a tokenizer's chat template."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from titans_pt.data_pipeline.tokenizers.base import Tokenizer
+from titans_pt.errors import UserError
+from titans_pt.tools.extras import needed
+
+Message = dict[str, Any]
+"""A message of a chat: role, content, and whatever else the template reads."""
+Piece = tuple[str, bool]
+"""A stretch of a document's text, and whether it is an answer."""
+_ANSWER = "an earlier answer"
+"""Stands for an earlier answer where the text of the next message alone is wanted."""
+
+
+def chat_text(
+    tokenizer: Tokenizer, messages: Sequence[Message], answer_next: bool = False, open_end: bool = False
+) -> str:
+    """Text of a chat as transformers' tokenizers write it. Control tokens are spelled in it
+    (:meth:`Tokenizer.encode_spelled`).
+
+    Args:
+        answer_next: whether the beginning of an answer follows the last message.
+        open_end: end with the last message's content, without what closes it.
+
+    Raises:
+        UserError: the tokenizer has no chat template, or transformers is not installed.
+        jinja2.TemplateError: the template refuses the messages.
+    """
+    if tokenizer.chat_template is None:
+        raise UserError(
+            f"tokenizer {tokenizer.path}: has no chat template (chat_template.jinja or tokenizer_config.json next to "
+            "it); use the tokenizer.json of a chat model, or plain text"
+        )
+    with needed("a chat"):
+        from transformers.utils.chat_template_utils import render_jinja_template
+    ends = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id}
+    names = {name: tokenizer.names[i] for name, i in ends.items() if i >= 0}
+    texts, _ = render_jinja_template(
+        [list(messages)], chat_template=tokenizer.chat_template, add_generation_prompt=answer_next,
+        continue_final_message=open_end, **names,
+    )  # fmt: skip
+    return texts[0]
+
+
+def chat_pieces(tokenizer: Tokenizer, messages: Sequence[Message], last_only: bool = False) -> list[Piece]:
+    """Text of a chat up to its last answer, in pieces: an answer is what the template adds for a message of role
+    assistant behind the beginning of an answer.
+
+    Args:
+        last_only: make one piece of everything before the last answer.
+
+    Raises:
+        ValueError: there is no answer, or the template writes earlier messages in another way once others follow.
+        UserError, jinja2.TemplateError: as :func:`chat_text`.
+    """
+    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    if not answers:
+        raise ValueError("no message of role assistant")
+    pieces, done = [], ""
+    for i in answers[-1:] if last_only else answers:
+        before = chat_text(tokenizer, messages[:i], answer_next=True)
+        after = chat_text(tokenizer, messages[: i + 1])
+        if not before.startswith(done) or not after.startswith(before):
+            raise ValueError("the chat template writes earlier messages in another way once others follow")
+        pieces += [(before[len(done) :], False), (after[len(before) :], True)]
+        done = after
+    return pieces
+
+
+def message_ids(tokenizer: Tokenizer, message: str, system: str | None = None, first: bool = True) -> list[int]:
+    """Ids that a model reads before it answers a user's message.
+
+    Args:
+        system: system message before the first message; None: the template's own, if it has one.
+        first: whether the message begins the conversation. Else the ids begin with the end of the last answer's turn,
+            before which generation stops.
+
+    Raises:
+        UserError: as :func:`chat_text`; the template refuses the messages, or leaves out earlier answers.
+    """
+    if first:
+        before = [] if system is None else [{"role": "system", "content": system}]
+        text = _written(tokenizer, [*before, {"role": "user", "content": message}])
+        return [*tokenizer.begin, *spelled_ids(tokenizer, text)]
+    turns = [("user", "a question"), ("assistant", _ANSWER), ("user", message)]
+    text = _written(tokenizer, [{"role": role, "content": content} for role, content in turns])
+    _, found, after = text.partition(_ANSWER)
+    if not found:
+        raise UserError(f"tokenizer {tokenizer.path}: its chat template leaves out earlier answers; begin a new "
+                        "conversation with each message")  # fmt: skip
+    return spelled_ids(tokenizer, after)
+
+
+def _written(tokenizer: Tokenizer, messages: Sequence[Message]) -> str:
+    from jinja2 import TemplateError  # comes with torch, which only chats need here
+
+    try:
+        return chat_text(tokenizer, messages, answer_next=True)
+    except TemplateError as error:
+        raise UserError(f"tokenizer {tokenizer.path}: its chat template refuses the messages ({error}); leave out the "
+                        "system message if there is one") from None  # fmt: skip
+
+
+def spelled_ids(tokenizer: Tokenizer, text: str) -> list[int]:
+    """``tokenizer.encode_spelled`` without the ids with which a document begins (``Tokenizer.begin``): a template may
+    write them too."""
+    ids, begin = tokenizer.encode_spelled(text), list(tokenizer.begin)
+    return ids[len(begin) :] if ids[: len(begin)] == begin else ids

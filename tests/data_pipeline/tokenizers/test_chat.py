@@ -1,0 +1,89 @@
+"""Chats as text and as ids: which of them are answers."""
+
+import pytest
+
+from tests.helpers.chats import BOS, EOS, TEMPLATE, byte_tokenizer, said
+from titans_pt.data_pipeline.tokenizers import encode_pieces, load_tokenizer
+from titans_pt.data_pipeline.tokenizers.chat import chat_pieces, chat_text, spelled_ids
+from titans_pt.errors import UserError
+
+pytest.importorskip("transformers")
+
+CHAT = said("one", "two", "three", "four", "five")
+FORGETFUL = (
+    "{% for m in messages %}{% if m['role'] == 'assistant' %}:{% endif %}{% if m['role'] == 'user' or loop.last %}"
+    "{{ m['content'] }}{% endif %}</s>{% endfor %}{% if add_generation_prompt %}:{% endif %}"
+)
+"""Leaves out earlier answers, as templates of models that think do with their thoughts."""
+
+
+@pytest.fixture
+def tokenizer(tmp_path):
+    def make(template=TEMPLATE, **options):
+        return load_tokenizer(byte_tokenizer(tmp_path / "tokenizer", template), **options)
+
+    return make
+
+
+def test_a_chat_is_written_by_its_template(tokenizer):
+    assert chat_text(tokenizer(), CHAT[:2]) == "<s>user:one</s>\n<s>assistant:two</s>\n"
+    assert chat_text(tokenizer(), CHAT[:1], answer_next=True) == "<s>user:one</s>\n<s>assistant:"
+    assert chat_text(tokenizer(), CHAT[:2], open_end=True) == "<s>user:one</s>\n<s>assistant:two"
+
+
+def test_answers_are_what_the_template_adds_for_the_assistant(tokenizer):
+    pieces = chat_pieces(tokenizer(), CHAT)
+    assert [text for text, is_answer in pieces if is_answer] == ["two</s>\n", "four</s>\n"]
+    assert "".join(text for text, _ in pieces) == chat_text(tokenizer(), CHAT[:4])  # the last question has no answer
+    first, last = chat_pieces(tokenizer(), CHAT, last_only=True)
+    assert first == ("".join(text for text, _ in pieces[:3]), False) and last == pieces[3]
+
+
+def test_a_template_that_rewrites_earlier_answers_has_a_last_answer(tokenizer):
+    with pytest.raises(ValueError, match="in another way once others follow"):
+        chat_pieces(tokenizer(FORGETFUL), CHAT)
+    assert chat_pieces(tokenizer(FORGETFUL), CHAT, last_only=True)[1] == ("four</s>", True)
+    with pytest.raises(ValueError, match="no message of role assistant"):
+        chat_pieces(tokenizer(), CHAT[:1])
+
+
+def test_a_tokenizer_without_a_template_is_refused(tokenizer):
+    with pytest.raises(UserError, match="has no chat template .*; use the tokenizer.json of a chat model, or plain"):
+        chat_text(tokenizer(None), CHAT)
+
+
+@pytest.mark.parametrize("add_bos", [False, True])
+def test_ids_of_a_chat(tokenizer, add_bos):
+    """The ids are those of the whole text, its answers from their first byte to their eos. A bos that both template and
+    tokenizer put first is there once."""
+    found = tokenizer(add_bos=add_bos)
+    pieces = chat_pieces(found, CHAT)
+    ids, answers = encode_pieces(found, pieces, spelled=True)
+    whole = [*found.begin, *ids]
+    assert whole == found.encode_spelled("".join(text for text, _ in pieces)) and whole[0] == BOS
+    assert whole.count(BOS) == whole.count(EOS) == 4
+    places = zip(answers[::2], answers[1::2], strict=True)
+    assert [whole[begin:end] for begin, end in places] == [[*found.encode(text), EOS] for text in ("two", "four")]
+    assert spelled_ids(found, "</s>") == [EOS]
+
+
+@pytest.mark.parametrize("add_bos", [False, True])
+def test_ids_of_a_prompt_and_its_completion(tokenizer, add_bos):
+    """Control tokens are not spelled there, and the document's eos ends the answer."""
+    found = tokenizer(add_bos=add_bos)
+    ids, answers = encode_pieces(found, [("a</s>?", False), (" b", True)], spelled=False)
+    whole = [*found.begin, *ids, EOS]
+    assert whole.count(EOS) == 1 and found.decode(ids) == "a</s>? b"
+    assert answers == [len(whole) - 3, len(whole)]
+
+
+def test_no_token_spans_the_end_of_a_prompt(tmp_path, texts):
+    """A trained tokenizer joins letters across the border of prompt and completion; the model that answers has read the
+    prompt's own ids."""
+    from titans_pt.data_pipeline.tokenizers import train_tokenizer
+
+    found = train_tokenizer(texts, tmp_path / "small.model", 320, 10**6)
+    for prompt, completion in [("the mem", "ory learns"), ("the memory", " learns"), ("", "memory"), ("what?", "it")]:
+        ids, (begin, end) = encode_pieces(found, [(prompt, False), (completion, True)], spelled=False)
+        assert ids[:begin] == list(found.encode(prompt)) and end == len(ids) + 1
+        assert found.decode(ids) == prompt + completion
