@@ -31,7 +31,6 @@ class AttentionTransfer(Language):
     name = "attention_transfer"
     unit = "squared error over that of the window alone"
     baseline_name = "the window alone"
-    takes = ("language",)
 
     @classmethod
     def check(cls, config: Config, need: Need):

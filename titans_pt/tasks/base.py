@@ -83,7 +83,7 @@ class Task:
     parameter only if the entry is the same."""
     begins: tuple[int, int] = (0, 0)
     """Samples read and steps taken before this process resumed the training, perhaps with another batch size."""
-    takes: ClassVar[tuple[str, ...]] = ()
+    takes: tuple[str, ...] = ()
     """Other tasks whose weights train.init_from accepts."""
     own_end: ClassVar[tuple[str, ...]] = ()
     """Patterns of parameters that train.init_from never fills: an output end whose meaning differs from run to run."""

@@ -136,7 +136,6 @@ class InText(AnswersOnly, Language):
 
     settings: Settings
     unit = "nats per token of the answer"
-    takes = ("language",)
     figures = ("loss", "accuracy", "whole")
     answer_loss = WholeAnswers
     cut = Task.cut  # Language.cut expects batches of two arrays

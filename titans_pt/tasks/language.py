@@ -38,7 +38,6 @@ class Language(Task):
     }
     usual: tuple[str, ...] = ("perplexity", "needle")  # suites that need no further packages or data
     bound = {"tokenizer": "embedding.weight"}
-    takes = ("attention_transfer",)
 
     def __init__(self, config: Config):
         super().__init__(config)
@@ -46,6 +45,11 @@ class Language(Task):
         """Set by :meth:`open` or :meth:`restore`."""
         if config.data.tokenizer.kind == "nucleotides":  # the other suites ask in English
             self.suites, self.usual = {"perplexity": self.suites["perplexity"]}, ("perplexity",)
+
+    @property
+    def takes(self) -> tuple[str, ...]:  # type: ignore[override]  # read-only here
+        """All tasks with this model: those derived from this class."""
+        return tuple(name for name in TASKS.names() if name != self.name and issubclass(TASKS.find(name), Language))
 
     @classmethod
     def check(cls, config: Config, need: Need):

@@ -104,7 +104,6 @@ class SupervisedFineTuning(AnswersOnly, Language):
     settings: Settings
     unit = "nats per token of the answers"
     usual = ("perplexity",)
-    takes = ("language",)
     figures = ("loss", "accuracy", "whole")
     answer_loss = WholeAnswers
     cut = Task.cut  # Language.cut expects batches of two arrays

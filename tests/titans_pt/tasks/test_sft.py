@@ -169,6 +169,12 @@ def test_a_chat_trains_from_the_weights_of_a_language_model(configured, tmp_path
         loop.train(again)
 
 
+def test_tasks_with_the_same_model_take_each_others_weights(configured):
+    takes = {name: set(task_of(configured(f"task={name}", prepare=False)).takes) for name in ("sft", "language")}
+    assert {"language", "attention_transfer", "ruler", "babilong"} <= takes["sft"]
+    assert "sft" in takes["language"] and not takes["sft"] & {"needles", "recall", "forecast", "classify_dna"}
+
+
 def test_samples_are_inspected_with_their_answers(configured, tmp_path, capsys):
     given = configured()
     assert cli.run(["data", "inspect", str(tmp_path / "config.yaml"), *_words(given), "--sample", "0"]) == 0
