@@ -159,6 +159,10 @@ def test_settings_of_another_format_are_refused():
     for source, says in [
         ({"format": "messages", "text_column": "t"}, "text_column: given 't' with format='messages'"),
         ({"answers": "last"}, "answers: given 'last' with format='text'"),
+        (
+            {"format": "messages"},
+            "sources.0.format: given 'messages', which a chat template writes; set data.tokenizer.path",
+        ),
         ({"kind": "indexed", "format": "messages"}, "format: given 'messages' with kind='indexed'"),
     ]:
         with pytest.raises(ValueError, match=says):

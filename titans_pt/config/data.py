@@ -197,6 +197,11 @@ class DataConfig(Section):
                         f"{key}.{i}.kind: given {source.kind!r}, whose sequences need data.tokenizer.kind=nucleotides; "
                         f"it is {self.tokenizer.kind!r}"
                     )
+                if source.format == "messages" and self.tokenizer.path is None:
+                    raise ValueError(
+                        f"{key}.{i}.format: given 'messages', which a chat template writes; set data.tokenizer.path to "
+                        "the tokenizer.json of a chat model"
+                    )
         if self.reverse_complement and not nucleotides:
             raise ValueError("reverse_complement: given True; only with data.tokenizer.kind=nucleotides")
         if self.reverse_complement and self.tokenizer.add_bos:
