@@ -1,13 +1,25 @@
+from pathlib import Path
+
 import click
 
-from titans_pt.commands._arguments import checkpoint_step, run_folder, whole
+from titans_pt.commands._arguments import FOLDER, MOST, Checked, checkpoint_step, run_folder, whole
 
 SECTION = "train"
 
 
+def _steps(words: str) -> list[int]:
+    steps = [int(word) for word in words.split(",")]
+    if not 0 <= min(steps) <= max(steps) <= MOST:
+        raise ValueError
+    return steps
+
+
+STEPS = Checked(_steps, "steps of checkpoints, with commas between them, as in 800,900,1000")
+
+
 @click.group(no_args_is_help=False)
 def checkpoint():
-    """List, verify, merge or delete a run's checkpoints."""
+    """List, verify, merge, average or delete a run's checkpoints."""
 
 
 @checkpoint.command("list")
@@ -47,3 +59,15 @@ def prune(run: str, keep_last: int, keep_every: int | None):
     from titans_pt.runs import tools
 
     tools.prune_run(run, keep_last, keep_every)
+
+
+@checkpoint.command()
+@run_folder
+@click.option("--out", type=FOLDER, required=True, metavar="RUN2", help="the run folder to write")
+@click.option("--last", type=whole(2), default=5, metavar="N", help="average the N newest checkpoints")
+@click.option("--steps", type=STEPS, metavar="S,S,...", help="average the checkpoints of these steps instead")
+def average(run: str, out: Path, last: int, steps: list[int] | None):
+    """Write a run whose weights are the mean of several checkpoints."""
+    from titans_pt.runs import tools
+
+    tools.average_run(run, out, last, steps or ())

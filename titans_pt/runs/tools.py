@@ -1,12 +1,17 @@
-"""``titans checkpoint``: list, verify, prune and merge a run's checkpoints."""
+"""``titans checkpoint``: list, verify, prune, merge and average a run's checkpoints."""
 
 import json
 import os
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
+from titans_pt.config.files import load_stored, validated
 from titans_pt.errors import UserError
 from titans_pt.runs import checkpoints
 from titans_pt.runs.folder import RunFolder
+from titans_pt.tasks import task_of
 
 
 def list_run(run: str):
@@ -94,6 +99,52 @@ def merge_run(run: str, step: int | None):
         state, before = checkpoints.read_state(path), checkpoints.checkpoint_hash(path)
         checkpoints.save(folder.checkpoints, weights, moments, state, known_as=before)
         print(f"{path}: whole tensors now")
+
+
+def average_run(run: str, out: Path, last: int, steps: Sequence[int] = ()):
+    """Writes a run with one checkpoint, whose weights are the mean of several checkpoints of ``run``.
+
+    Sources: stochastic weight averaging (Izmailov et al., arXiv 1803.05407); the latest checkpoints of a pretraining
+    (Kaddour, arXiv 2209.14981).
+
+    Args:
+        out: the run folder to write.
+        last: number of checkpoints, the newest complete ones; without ``steps``.
+        steps: steps of the checkpoints.
+
+    Raises:
+        UserError: fewer than two checkpoints, a damaged one, or ``out`` holds a run already.
+    """
+    found, folder, target = _found(run), RunFolder(run), RunFolder(out)
+    if target.config.exists():
+        raise UserError(f"--out {out}: holds a run already; name another folder")
+    if steps:
+        paths = [checkpoints.find(folder.checkpoints, step) for step in sorted(set(steps))]
+    else:
+        paths = [path for path in found if not checkpoints.verify(path, content=False)][-last:]
+        paths = [checkpoints.find(folder.checkpoints, checkpoints.step_of(path)) for path in paths]
+    names = [checkpoints.step_of(path) for path in paths]
+    if len(paths) < 2:
+        raise UserError(f"{run}: an average needs two checkpoints, found {len(paths)} (steps "
+                        f"{checkpoints.steps_of(folder.checkpoints)}); a run keeps more with train.keep_last or "
+                        "train.keep_every")  # fmt: skip
+    state = checkpoints.read_state(paths[-1])
+    with ExitStack() as stack:
+        every = [stack.enter_context(checkpoints.Tensors(path)) for path in paths]
+        weights = {
+            name: (sum(each.get(checkpoints.WEIGHT, name).double() for each in every) / len(every)).float()
+            for name in every[0].shapes()
+        }
+    folder.check_settings()
+    config = validated(load_stored(folder.config).model_dump(mode="json"), [f"run.dir={out}"])
+    task = task_of(config)
+    task.restore(folder, state.identity)
+    state = replace(state, samples=0, adam_step=0, best={}, wandb_id=None,
+                    origin=f"mean of {run} at steps {', '.join(map(str, names))}")  # fmt: skip
+    checkpoints.save(target.checkpoints, weights, {}, state)
+    target.write_settings(config)
+    task.keep(target)
+    print(f"{out}: the mean of {len(names)} checkpoints, of steps {', '.join(map(str, names))}")
 
 
 def _found(run: str) -> list[Path]:

@@ -71,6 +71,7 @@ def find_start(task: Task, folder: RunFolder, identity: dict[str, str]) -> Start
     state = checkpoints.read_state(path)
     config, old = as_begun(task.config, state.config), completed(state.config)
     check_resumable(path, state, old, task, config, identity)
+    _check_moments(path, folder)
     _check_end(path, state, config, folder)
     later = any(checkpoints.step_of(each) > state.step for each in found)
     revalidate = not _same_validation(old, config)
@@ -201,6 +202,20 @@ def check_resumable(
     for key, was, now in differences(old, new):
         if key.partition(".")[0] in ("train", "parallel", "data"):
             log.info("resumed at step %d with another %s: %r, was %r", state.step, key, now, was)
+
+
+def _check_moments(path: Path, folder: RunFolder):
+    """
+    Raises:
+        UserError: the checkpoint has no optimiser state: no training wrote it.
+    """
+    with checkpoints.Tensors(path) as tensors:
+        if any(tensors.holds(kind, name) for kind in checkpoints.MOMENTS for name in tensors.shapes()):
+            return
+    raise UserError(
+        f"run.dir: {folder.path} holds weights without an optimiser's state, as titans import, convert and checkpoint "
+        f"average write them; train them in a folder of their own: run.dir=NEW train.init_from={folder.path}"
+    )
 
 
 def _check_end(path: Path, state: TrainerState, config: Config, folder: RunFolder):

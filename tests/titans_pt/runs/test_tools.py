@@ -4,10 +4,13 @@ import shutil
 from dataclasses import replace
 
 import pytest
+import torch
 
+from tests.helpers.untrained import untrained_run
 from tests.titans_pt.runs.test_checkpoints import MOMENTS, STATE, WEIGHTS
 from titans_pt import cli
 from titans_pt.runs import checkpoints
+from titans_pt.runs.loaded import load_run
 
 
 @pytest.fixture
@@ -110,3 +113,51 @@ def test_checkpoints_that_are_a_file(tmp_path, capsys):
     for action in ("list", "verify", "prune"):
         assert cli.run(["checkpoint", action, str(tmp_path)]) == 2
         assert "checkpoints: is a file" in capsys.readouterr().err
+
+
+@pytest.fixture
+def several(tmp_path, prepared):
+    """A run with checkpoints of steps 1 to 3, whose weights are different draws."""
+    for seed, step in ((5, 1), (6, 2), (7, 3)):
+        run = untrained_run(tmp_path / "several", prepared, seed=seed)
+        path = checkpoints.checkpoint_path(run / "checkpoints", 3)
+        state = replace(checkpoints.read_state(path), step=step)
+        checkpoints.save(run / "checkpoints", checkpoints.read_weights(path), {}, state)
+    return run
+
+
+def weights_of(run, step):
+    return checkpoints.read_weights(checkpoints.checkpoint_path(run / "checkpoints", step))
+
+
+def test_average(several, tmp_path, capsys):
+    """The mean of the newest checkpoints, or of given ones, is a run that can be evaluated and trained from."""
+    every = [weights_of(several, step) for step in (1, 2, 3)]
+    for words, chosen in [(["--last", "2"], every[1:]), (["--steps", "3,1"], every[::2]), ([], every)]:
+        out = tmp_path / f"mean{len(words) and words[1]}"
+        assert cli.run(["checkpoint", "average", str(several), "--out", str(out), *words]) == 0
+        found = weights_of(out, 3)
+        assert found.keys() == every[0].keys()
+        for name, mean in found.items():
+            expected = torch.stack([each[name].double() for each in chosen]).mean(0)
+            assert mean.dtype == torch.float32 and torch.equal(mean, expected.float()), name
+    assert f"{out}: the mean of 3 checkpoints, of steps 1, 2, 3" in capsys.readouterr().out
+    loaded = load_run(out)
+    assert loaded.step == 3 and loaded.config.run.dir == str(out) and loaded.tokenizer.encode("a")
+    assert checkpoints.read_state(out / "checkpoints/step-00000003").origin == f"mean of {several} at steps 1, 2, 3"
+
+
+def test_what_cannot_be_averaged_is_one_line(several, tmp_path, capsys):
+    def said(*words):
+        assert cli.run(["checkpoint", "average", str(several), *words]) == 2
+        return capsys.readouterr().err
+
+    out = str(tmp_path / "mean")
+    assert "step-00000009: no such checkpoint; existing steps: 1, 2, 3" in said("--out", out, "--steps", "1,9")
+    assert "an average needs two checkpoints, found 1" in said("--out", out, "--steps", "2,2")
+    assert "holds a run already; name another folder" in said("--out", str(several))
+    (several / "checkpoints/step-00000002/model.safetensors").write_bytes(b"short")
+    assert "damaged" in said("--out", out, "--steps", "1,2")
+    assert not os.path.lexists(out)
+    assert cli.run(["checkpoint", "average", str(several), "--out", out]) == 0
+    assert "of steps 1, 3" in capsys.readouterr().out

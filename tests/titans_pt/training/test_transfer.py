@@ -88,6 +88,15 @@ def test_rows_that_stand_for_no_token_are_added_or_left_out(start, prepared, tmp
     assert close(found[:288], weights(given, 3)["embedding.weight"][:288]) and not found[288:].any()
 
 
+def test_weights_without_an_optimisers_state_are_not_continued_in_place(source, tiny):
+    """An imported, converted or averaged run is what another run starts from."""
+    config = load_config(tiny(), [f"run.dir={source}"])
+    with pytest.raises(UserError, match="run.dir: .*/source holds weights without an optimiser's state, .* in a folder "
+                                        "of their own: run.dir=NEW train.init_from=.*/source"):  # fmt: skip
+        loop.train(config)
+    assert checkpoints.list_checkpoints(source / "checkpoints") == [source / "checkpoints/step-00000003"]
+
+
 def test_the_schedule_warms_up_again_and_a_resume_reads_the_weights_no_more(start, source, tmp_path):
     start("train.stop_at=4", step=4)
     shutil.rmtree(source)
