@@ -151,13 +151,11 @@ def between(column: str) -> BetweenSeeds:
 
 def on_same_seeds(rows: dict[str, Cell]) -> dict[str, str]:
     """Nats by which each variant is behind the complete model in one column, from the seeds that both have."""
-    told = {"": "+0.000"}
-    for variant, cell in rows.items():
-        common = sorted(cell.ours.figures.keys() & rows[""].ours.figures.keys()) if variant else []
-        if common:
-            own, whole = (pool({seed: each.ours.figures[seed] for seed in common}) for each in (cell, rows[""]))
-            told[variant] = behind_at(own, whole, cell.column.title)
-    return told
+    whole = rows[""].ours
+    return {"": "+0.000"} | {
+        variant: behind_at(cell.ours, whole, cell.column.title)
+        for variant, cell in rows.items() if variant and cell.ours.figures.keys() & whole.figures.keys()
+    }  # fmt: skip
 
 
 def ablations() -> list[str]:
