@@ -139,7 +139,7 @@ class AnswerLoss(NextTokenLoss):
         Args:
             ids: (B, T + 1) int64.
             reset: (B, T) bool, True where a sample starts, preferably on the CPU.
-            asked: (B, T) bool, True where the next token is an answer; every row has one.
+            asked: (B, T) bool, True where the next token is an answer, preferably on the CPU; every row has one.
             weight: (B,) fp32 weight of each row in the means; None: all count the same.
 
         Returns:
@@ -154,14 +154,16 @@ class AnswerLoss(NextTokenLoss):
         """Compute :meth:`forward` from ids and targets, both (B, T) int64: targets[:, t] is the target of ids[:, t]."""
         rows, samples = len(ids), equal_samples(reset)
         split = samples if samples and samples[1] % self.parts == 0 else None  # None: ranks share steps of whole rows
+        here = asked
         if split:
-            ids, targets = (apart(part, *split) for part in (ids, targets))
+            ids, targets, here = (apart(part, *split) for part in (ids, targets, asked))
         with write_gates(self.model, collect=self.write_cost > 0 and weight is None) as gates:
             x, _ = self.model(ids, reset=None if split else reset, head=False, output_final_state=not self.training)
-        found, starts = self._few_at_a_time(x, targets), reset
+        found, starts = self._at_answers(x, targets, here), reset
         if samples:
             found = found if split else apart(found, *samples)
             asked, starts = (apart(part, *samples) for part in (asked, reset))
+        asked = asked.to(found.device)
         share = asked.to(found.dtype) / asked.sum(1, keepdim=True)
         figures = (found * share.unsqueeze(-1)).sum(1)  # loss and accuracy of each sample or row
         loss, accuracy = figures.view(rows, -1, 2).mean(1).unbind(-1)
@@ -176,6 +178,15 @@ class AnswerLoss(NextTokenLoss):
     def _more(self, right: Tensor, asked: Tensor, starts: Tensor) -> dict[str, Tensor]:
         """Further figures of each row, (b,), from (b, T) bool masks: right answers, asked places, starts of samples."""
         return {}
+
+    def _at_answers(self, x: Tensor, targets: Tensor, asked: Tensor) -> Tensor:
+        """Compute :meth:`_losses` at the places ``asked`` (b, t) alone, which are few; 0 elsewhere."""
+        if self.parts > 1:  # ranks share the steps of each sequence, and gather them for the head
+            return self._few_at_a_time(x, targets)
+        places = asked.flatten().nonzero().flatten().to(x.device, non_blocking=True)
+        x, chosen = (part.flatten(0, 1)[places].unsqueeze(0) for part in (x, targets))
+        losses = self._few_at_a_time(x, chosen, cut=True)[0]
+        return losses.new_zeros(targets.numel(), 2).index_copy(0, places, losses).unflatten(0, targets.shape)
 
     def _losses(self, x: Tensor, targets: Tensor) -> Tensor:
         """x (b, t, d_model), targets (b, t) -> (b, t, 2) fp32: each target's loss, and 1 where it is the best guess."""
@@ -234,9 +245,9 @@ class AnswersOnly(Task):
         return self.answer_loss(model, loss, best, self.config.train.z_loss, cost, parts)
 
     def to_device(self, batch: tuple[Tensor, ...], device: torch.device) -> tuple[Tensor | None, ...]:
-        """Move ids and asked to the device. Starts of samples stay on the host, where samples are counted."""
+        """Move ids to the device. Starts of samples and places of answers stay on the host, where they are counted."""
         ids, reset, asked = batch
-        return ids.to(device, non_blocking=True), reset, asked.to(device, non_blocking=True)
+        return ids.to(device, non_blocking=True), reset, asked
 
 
 class AnswerTask(AnswersOnly):

@@ -106,9 +106,12 @@ class NextTokenLoss(nn.Module):
         bias[self.model.tokens :] = -torch.inf
         return bias
 
-    def _few_at_a_time(self, x: Tensor, targets: Tensor) -> Tensor:
-        """Compute :meth:`_losses` in pieces of the size that at_once allows."""
-        whole = self.cross_entropy is cross_entropy
+    def _few_at_a_time(self, x: Tensor, targets: Tensor, cut: bool = False) -> Tensor:
+        """Compute :meth:`_losses` in pieces of the size that at_once allows.
+
+        cut: whether this rank has all tokens of each sample, which may then be cut even with a split head.
+        """
+        whole = cut or self.cross_entropy is cross_entropy
         rows, length = at_once(targets.shape[0], targets.shape[1], self.model.config.vocab_rows, whole)
         if (rows, length) == targets.shape:
             return self._losses(x, targets)

@@ -98,11 +98,21 @@ def test_a_length_that_fills_the_row_leaves_no_rest():
     assert np.flatnonzero(reset).tolist() == [0, 8] and np.flatnonzero(asked).tolist() == [6, 14]
 
 
+@pytest.mark.parametrize("length", [48, 50])  # rows with and without a rest
+def test_the_head_is_applied_to_answers_alone(length):
+    task, loss = objective("model.mixers=[lmm]", f"data.seq_len={length}", f"train.batch_tokens={2 * length}")
+    ids, reset, asked = collate([task.open().train.sample(n) for n in range(2)])
+    seen = []
+    loss.model.head.register_forward_hook(lambda module, given, out: seen.append(given[0].shape[:-1].numel()))
+    loss(ids, reset, asked).backward()
+    assert sum(seen) == int(asked.sum()) < asked.numel() / 3
+
+
 def test_writes_cost_only_rows_whose_answers_are_right_and_move_gradients_alone():
     def gradients(cost, right):
         task, loss = objective("model.mixers=[lmm]", f"model.memory.write_cost={cost}")
         rows = collate([task.open().train.sample(n) for n in range(2)])
-        targets = apart(rows[0][:, 1:], 2, 24).flatten()
+        targets = rows[0][:, 1:][rows[2]]  # of the answers
         loss.best = lambda logits: targets if right else targets + 1
         value = loss(*rows)
         value.backward()
