@@ -83,10 +83,10 @@ def message_ids(tokenizer: Tokenizer, message: str, system: str | None = None, f
     """
     if first:
         before = [] if system is None else [{"role": "system", "content": system}]
-        text = _written(tokenizer, [*before, {"role": "user", "content": message}])
+        text = chat_to_answer(tokenizer, [*before, {"role": "user", "content": message}])
         return [*tokenizer.begin, *spelled_ids(tokenizer, text)]
     turns = [("user", "a question"), ("assistant", _ANSWER), ("user", message)]
-    text = _written(tokenizer, [{"role": role, "content": content} for role, content in turns])
+    text = chat_to_answer(tokenizer, [{"role": role, "content": content} for role, content in turns])
     _, found, after = text.partition(_ANSWER)
     if not found:
         raise UserError(f"tokenizer {tokenizer.path}: its chat template leaves out earlier answers; begin a new "
@@ -94,7 +94,12 @@ def message_ids(tokenizer: Tokenizer, message: str, system: str | None = None, f
     return spelled_ids(tokenizer, after)
 
 
-def _written(tokenizer: Tokenizer, messages: Sequence[Message]) -> str:
+def chat_to_answer(tokenizer: Tokenizer, messages: Sequence[Message]) -> str:
+    """Text of a chat up to the beginning of the next answer.
+
+    Raises:
+        UserError: as :func:`chat_text`; the template refuses the messages.
+    """
     from jinja2 import TemplateError  # comes with torch, which only chats need here
 
     try:

@@ -19,8 +19,8 @@ WRITES = "--save-state"
 )  # fmt: skip
 @click.option(
     "--prompts", type=PATH, metavar="FILE",
-    help="a file with one prompt per line (UTF-8; - is standard input); prints one line of JSON per prompt; "
-    "an empty line starts a document",
+    help="a file with one prompt per line (UTF-8; - is standard input), or a .jsonl file of prompts or chats as for "
+    "task=sft; prints one line of JSON per prompt; an empty line starts a document",
 )  # fmt: skip
 @click.option("--batch", type=whole(1), default=8, metavar="N", help="prompts of --prompts per batch")
 @click.option(
@@ -47,17 +47,16 @@ def generate(
         raise click.UsageError("--max-new-tokens 0 reads alone: give --save-state, or 1 or more.")
     if not prompt and prompt_file is None and prompts is None and state is None:
         raise click.UsageError("Nothing to continue: give --prompt, --prompt-file, --prompts or --state.")
-    from titans_pt.tools.files import lines_of, read_text
+    from titans_pt.tools.files import read_text
 
     if prompt_file is not None:
         prompt = re.sub("\r?\n\\Z", "", read_text(prompt_file, "--prompt-file"))
     from titans_pt import evaluation
+    from titans_pt.evaluation.generation import read_prompts
 
     if prompts is not None:
-        lines = lines_of(read_text(prompts, "--prompts"))
-        if not any(lines):
-            raise click.UsageError(f"--prompts: {prompts} holds no text; give a prompt on each line.")
-        evaluation.generate_batch(run, lines, max_new_tokens, temperature, top_k, top_p, seed, step, batch, overrides)
+        every = read_prompts(prompts, "--prompts")
+        evaluation.generate_batch(run, every, max_new_tokens, temperature, top_k, top_p, seed, step, batch, overrides)
         return
     evaluation.generate(
         run, prompt, max_new_tokens, temperature, top_k, top_p, seed, step, state_file=state, save_to=save_state,

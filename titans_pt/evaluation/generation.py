@@ -4,6 +4,7 @@ import json
 import sys
 import time
 from collections.abc import Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,69 @@ import torch
 
 from titans_pt.data_pipeline import StreamDecoder, Tokenizer
 from titans_pt.data_pipeline.tokenizers import ids_within
+from titans_pt.data_pipeline.tokenizers.chat import Message, chat_to_answer, spelled_ids
 from titans_pt.errors import UserError
 from titans_pt.evaluation.caching import read_prompt, with_caches
 from titans_pt.runs.loaded import LoadedRun, load_reading, load_run, save_reading
 from titans_pt.streaming import best_device, check_draws, chooser, continuations, padded, sample
+from titans_pt.tools.files import lines_of, read_text
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A text that a model continues, or a chat that it answers.
+
+    expected: the continuation that is known to be right; None: there is none.
+    """
+
+    given: str | tuple[Message, ...]
+    expected: str | None = None
+
+    def ids(self, tokenizer: Tokenizer) -> list[int]:
+        """Ids that the model reads: the beginning of a document.
+
+        Raises:
+            UserError: a chat, and the tokenizer has no chat template, or it refuses the messages.
+        """
+        if isinstance(self.given, str):
+            return _opening(tokenizer, self.given)
+        return [*tokenizer.begin, *spelled_ids(tokenizer, chat_to_answer(tokenizer, self.given))]
+
+
+def read_prompts(path: str, option: str) -> list[Prompt]:
+    """Reads prompts from a file: one a line, or of .jsonl rows as task=sft trains on (prompt and completion, messages).
+
+    Raises:
+        UserError: the file is not UTF-8 or holds no text, or a row has no prompt.
+    """
+    lines = lines_of(read_text(path, option))
+    if not path.lower().endswith(".jsonl"):
+        found = [Prompt(line) for line in lines] if any(lines) else []
+    else:
+        found = [_row(line, f"{option}: {path} line {n}") for n, line in enumerate(lines, 1) if line.strip()]
+    if not found:
+        raise UserError(f"{option}: {path} holds no text; give a prompt on each line")
+    return found
+
+
+def _row(line: str, where: str) -> Prompt:
+    """A row of a .jsonl file as a prompt. Its expected text is the completion, or the chat's last message if that is
+    the assistant's."""
+    try:
+        row = json.loads(line)
+        if not isinstance(row, dict):
+            raise ValueError("no object")
+        if "messages" in row:
+            *before, last = row["messages"]
+            if last["role"] == "assistant":
+                return Prompt(tuple(before), str(last["content"]))
+            return Prompt((*before, last))
+        completion = row.get("completion")
+        return Prompt(str(row["prompt"]), None if completion is None else str(completion))
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
+        raise UserError(f"{where}: no row with prompt, or with messages that have role and content ({error!r}); repair "
+                        "or remove it") from None  # fmt: skip
+
 
 _LINE_ENDS = {code: f"\\u{code:04x}" for code in (0x85, 0x2028, 0x2029)}
 """Characters that end a line for str.splitlines() and editors, and that JSON does not escape."""
@@ -90,7 +150,7 @@ def generate(
 
 def generate_batch(
     run_dir: str | Path,
-    prompts: Sequence[str],
+    prompts: Sequence[str | Prompt],
     max_new_tokens: int = 128,
     temperature: float = 0.0,
     top_k: int | None = None,
@@ -103,7 +163,8 @@ def generate_batch(
     """Continue each of ``prompts``, ``batch`` of them side by side.
 
     For each prompt, in order, stdout gets a line of JSON with the prompt, its number of tokens, the new text and its
-    number of tokens; stderr gets tokens/s. Each prompt is continued as if it were alone. Prompt i, counted from 0, has
+    number of tokens, and the expected text if it has one; stderr gets tokens/s, and how many texts are as expected but
+    for white space around them. Each prompt is continued as if it were alone. Prompt i, counted from 0, has
     draws of its own, with the seed ``seed`` + i. An empty prompt is the beginning of a document.
 
     Returns:
@@ -115,8 +176,10 @@ def generate_batch(
     check_draws(max_new_tokens, temperature, top_k, top_p, seed)
     _check(batch >= 1, "batch", batch, "at least 1")
     run = opened(run_dir, step, overrides)
-    asked = [_opening(run.tokenizer, prompt) for prompt in prompts]
-    texts, written, began = [], 0, time.perf_counter()
+    every = [prompt if isinstance(prompt, Prompt) else Prompt(prompt) for prompt in prompts]
+    asked = [prompt.ids(run.tokenizer) for prompt in every]
+    texts: list[str] = []
+    written, began = 0, time.perf_counter()
     for first in range(0, len(asked), batch):
         rows = range(first, min(first + batch, len(asked)))
         ids, reset = padded([asked[row] for row in rows])
@@ -128,7 +191,8 @@ def generate_batch(
             decoder = StreamDecoder(run.tokenizer, continues=True)
             texts.append("".join(map(decoder.push, new)) + decoder.finish())
             written += len(new)
-            line = {"prompt": prompts[row], "prompt_tokens": len(asked[row]), "text": texts[-1], "tokens": len(new)}
+            line = {"prompt": every[row].given, "prompt_tokens": len(asked[row]), "text": texts[-1], "tokens": len(new)}
+            line |= {} if every[row].expected is None else {"expected": every[row].expected}
             print(_one_line(line), flush=True)
     read, seconds = sum(map(len, asked)), time.perf_counter() - began
     print(
@@ -136,6 +200,10 @@ def generate_batch(
         f"{(read + written) / seconds:.1f} tokens/s",
         file=sys.stderr,
     )
+    known = [(prompt.expected, text) for prompt, text in zip(every, texts, strict=True) if prompt.expected is not None]
+    if known:
+        equal = sum(expected.strip() == text.strip() for expected, text in known)
+        print(f"{equal} of {len(known)} texts are as expected", file=sys.stderr)
     return texts
 
 

@@ -1,6 +1,7 @@
 """Conversations: what the model has read, message after message, and their state in a file."""
 
 import io
+import json
 import sys
 
 import pytest
@@ -99,6 +100,24 @@ def test_every_line_of_standard_input_is_a_message(chats, tmp_path, monkeypatch,
     assert "in 2 answers" in err and f"state: {tmp_path / 's'}" in err
     assert cli.run(["chat", str(run), "--system", "a", "--state", str(tmp_path / "s")]) == 2
     assert "--system begins a conversation" in capsys.readouterr().err
+
+
+def test_chats_in_a_file_are_answered_side_by_side(chats, tmp_path, capsys):
+    """Each as if alone; the assistant's last message is what is expected."""
+    run = chats()
+    rows = [{"messages": said("one", "1")}, {"messages": said("two", "2", "three")}, {"messages": said("four")}]
+    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    words = ["--prompts", str(tmp_path / "rows.jsonl"), "--temperature", "0", "--max-new-tokens", "5"]
+    assert cli.run(["generate", str(run), *words]) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["prompt"] for line in lines] == [said("one"), said("two", "2", "three"), said("four")]
+    assert [line.get("expected") for line in lines] == ["1", None, None]
+    alone = [evaluation.chat(run, [text], max_new_tokens=5)[0] for text in ("one", "four")]
+    assert [lines[0]["text"], lines[2]["text"]] == alone
+    chats(None)
+    capsys.readouterr()
+    assert cli.run(["generate", str(run), *words]) == 2
+    assert "has no chat template" in capsys.readouterr().err
 
 
 def test_draws_differ_from_message_to_message(chats):

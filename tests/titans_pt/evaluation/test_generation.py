@@ -70,6 +70,20 @@ def test_many_prompts_are_each_continued_as_if_alone(sentencepiece, run, capsys)
     assert drawn == [generation.generate("anywhere", prompt, 12, 1.0, seed=5 + i) for i, prompt in enumerate(asked)]
 
 
+def test_rows_are_prompts_with_their_expected_texts(sentencepiece, run, tmp_path, capsys):
+    run.tokenizer, run.model = sentencepiece, small_model(["lmm"], vocab_size=sentencepiece.vocab_size, init_std=0.5)
+    (right,) = generation.generate_batch("anywhere", ["The\ngrass"], max_new_tokens=4)
+    rows = [{"prompt": "The\ngrass", "completion": f" {right}\n"}, {"prompt": "A", "completion": "b"}, {"prompt": "A"}]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n\n")
+    capsys.readouterr()
+    found = generation.generate_batch("anywhere", generation.read_prompts(str(tmp_path / "rows.jsonl"), "--prompts"), 4)
+    out, err = capsys.readouterr()
+    lines = [json.loads(line) for line in out.splitlines()]
+    assert [line["text"] for line in lines] == found and found[0] == right
+    assert [line.get("expected") for line in lines] == [f" {right}\n", "b", None]
+    assert "\n1 of 2 texts are as expected" in err
+
+
 def new_text(run, ids, count, state=None):
     """Text that a model writes after ``ids``, greedily, one token at a time."""
     new = list(streaming.greedy(run.model, *streaming.prefill(run.model, torch.tensor([ids]), 100, state), count))
@@ -153,7 +167,7 @@ def test_a_prompt_on_each_line_of_a_file(tmp_path, monkeypatch):
     text = "gr\u00fcn\n\nred\r\na\u2028b\x0cc\x85d\x0be\x1cf\rg\n \n"
     (tmp_path / "prompts.txt").write_bytes(text.encode())
     assert cli.run(["generate", "run", "--prompts", str(tmp_path / "prompts.txt"), "--batch", "2"]) == 0
-    lines = ["gr\u00fcn", "", "red", "a\u2028b\x0cc\x85d\x0be\x1cf\rg", " "]
+    lines = [generation.Prompt(line) for line in ("gr\u00fcn", "", "red", "a\u2028b\x0cc\x85d\x0be\x1cf\rg", " ")]
     assert found == [("run", lines, 100, 0.8, None, 0.95, 0, None, 2, ())]
 
 
@@ -177,6 +191,7 @@ def test_a_line_of_json_for_each_prompt(encoding, sentencepiece, run, monkeypatc
     ("", "Nothing to continue: give --prompt, --prompt-file, --prompts or --state"),
     ("man!", "Given 'man!': give it as --prompt 'man!'; settings are KEY=VALUE"),
     ("--prompts {folder}/blank", "blank holds no text; give a prompt on each line"),
+    ("--prompts {folder}/rows.jsonl", "--prompts: {folder}/rows.jsonl line 2: no row with prompt, or with messages"),
     ("--prompts {folder}/utf-16", "--prompts: {folder}/utf-16: UTF-16, not UTF-8; convert it"),
     ("--prompts {folder}/latin --prompt a", "--prompt and --prompts exclude each other"),
     ("--prompts {folder}/blank --save-state s", "A state is of one text: --prompts excludes --state and --save-state"),
@@ -184,6 +199,7 @@ def test_a_line_of_json_for_each_prompt(encoding, sentencepiece, run, monkeypatc
 def test_prompts_that_cannot_be_read(prompts, words, message, tmp_path, capsys):
     (tmp_path / "latin").write_bytes("gr\u00fcn".encode("latin-1"))
     (tmp_path / "blank").write_text("\n\n")
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n{"messages": "b"}\n')
     (tmp_path / "utf-16").write_bytes("gr\u00fcn".encode("utf-16"))
     assert cli.run(["generate", "run", *words.format(folder=tmp_path).split()]) == 2
     err = capsys.readouterr().err
