@@ -14,9 +14,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from titans_pt.config import Config
+from titans_pt.config.checks import stop_condition
 from titans_pt.errors import UserError
 from titans_pt.layers.loss import cross_entropy
 from titans_pt.models import LanguageModel, build_model
+from titans_pt.models.mixers.base import Need
 from titans_pt.parallel import RankGroup
 from titans_pt.parallel.layers import vocabulary_best, vocabulary_cross_entropy
 from titans_pt.tasks.base import Task, TaskData, nan_unless_finite, with_weights
@@ -127,48 +130,54 @@ class AnswerLoss(NextTokenLoss):
         parts: number of ranks that share each sequence's steps (parallel.sequence).
     """
 
+    figures = ("loss", "accuracy")
+    """Figures that exist for pieces of rows too."""
+
     def __init__(self, model: nn.Module, cross_entropy: Callable[..., Tensor], best: Callable[[Tensor], Tensor],
                  z_loss: float, write_cost: float, parts: int = 1):  # fmt: skip
         super().__init__(model, cross_entropy, z_loss)
         self.best, self.write_cost, self.parts = best, write_cost, parts
 
     def forward(  # type: ignore[override]  # its batches have a third part
-        self, ids: Tensor, reset: Tensor, asked: Tensor, weight: Tensor | None = None
+        self, ids: Tensor, reset: Tensor, asked: Tensor, here: Tensor | None = None, weight: Tensor | None = None
     ) -> Tensor | dict[str, Tensor]:
         """
         Args:
             ids: (B, T + 1) int64.
             reset: (B, T) bool, True where a sample starts, preferably on the CPU.
             asked: (B, T) bool, True where the next token is an answer, preferably on the CPU; every row has one.
+            here: (B,) fp32, for a piece of each row: the whole row's number of answers over the number of pieces. The
+                results of all pieces then have the row's results as their mean. None: the rows are whole.
             weight: (B,) fp32 weight of each row in the means; None: all count the same.
 
         Returns:
             The mean loss, a scalar; NaN if it is infinite. With weights {"loss": ..., "accuracy": ...}, where an
             infinite loss stays infinite.
         """
-        return self._of_answers(ids[:, :-1], ids[:, 1:], reset, asked, weight)
+        return self._of_answers(ids[:, :-1], ids[:, 1:], reset, asked, weight, here)
 
     def _of_answers(
-        self, ids: Tensor, targets: Tensor, reset: Tensor, asked: Tensor, weight: Tensor | None
-    ) -> Tensor | dict[str, Tensor]:
+        self, ids: Tensor, targets: Tensor, reset: Tensor, asked: Tensor, weight: Tensor | None,
+        here: Tensor | None = None,
+    ) -> Tensor | dict[str, Tensor]:  # fmt: skip
         """Compute :meth:`forward` from ids and targets, both (B, T) int64: targets[:, t] is the target of ids[:, t]."""
-        rows, samples = len(ids), equal_samples(reset)
+        rows, samples = len(ids), equal_samples(reset) if here is None else None
         split = samples if samples and samples[1] % self.parts == 0 else None  # None: ranks share steps of whole rows
-        here = asked
+        places = asked
         if split:
-            ids, targets, here = (apart(part, *split) for part in (ids, targets, asked))
+            ids, targets, places = (apart(part, *split) for part in (ids, targets, asked))
         with write_gates(self.model, collect=self.write_cost > 0 and weight is None) as gates:
             x, _ = self.model(ids, reset=None if split else reset, head=False, output_final_state=not self.training)
-        found, starts = self._at_answers(x, targets, here), reset
+        found, starts = self._at_answers(x, targets, places), reset
         if samples:
             found = found if split else apart(found, *samples)
             asked, starts = (apart(part, *samples) for part in (asked, reset))
         asked = asked.to(found.device)
-        share = asked.to(found.dtype) / asked.sum(1, keepdim=True)
+        share = asked.to(found.dtype) / (asked.sum(1) if here is None else here).unsqueeze(1)
         figures = (found * share.unsqueeze(-1)).sum(1)  # loss and accuracy of each sample or row
         loss, accuracy = figures.view(rows, -1, 2).mean(1).unbind(-1)
         if weight is not None:
-            more = self._more(found[..., 1] > 0, asked, starts.to(asked.device))
+            more = self._more(found[..., 1] > 0, asked, starts.to(asked.device)) if here is None else {}
             means = {"loss": loss, "accuracy": accuracy}
             means |= {name: figure.view(rows, -1).mean(1) for name, figure in more.items()}
             return {name: with_weights(figure, weight) for name, figure in means.items()}
@@ -184,6 +193,8 @@ class AnswerLoss(NextTokenLoss):
         if self.parts > 1:  # ranks share the steps of each sequence, and gather them for the head
             return self._few_at_a_time(x, targets)
         places = asked.flatten().nonzero().flatten().to(x.device, non_blocking=True)
+        if not len(places):  # a piece of a row: the backward pass still goes through the model
+            places = places.new_zeros(1)
         x, chosen = (part.flatten(0, 1)[places].unsqueeze(0) for part in (x, targets))
         losses = self._few_at_a_time(x, chosen, cut=True)[0]
         return losses.new_zeros(targets.numel(), 2).index_copy(0, places, losses).unflatten(0, targets.shape)
@@ -221,7 +232,7 @@ class AnswersOnly(Task):
     """Base of tasks that train the answers alone."""
 
     baseline_name = "chance"
-    figures: ClassVar[tuple[str, ...]] = ("loss", "accuracy")
+    figures: ClassVar[tuple[str, ...]] = AnswerLoss.figures
     answer_loss: ClassVar[type[AnswerLoss]] = AnswerLoss
 
     @property
@@ -244,10 +255,27 @@ class AnswersOnly(Task):
         parts = tensor.size if self.config.parallel.sequence else 1
         return self.answer_loss(model, loss, best, self.config.train.z_loss, cost, parts)
 
+    @classmethod
+    def check(cls, config: Config, need: Need):
+        super().check(config, need)
+        if config.parallel.context == 1:
+            return
+        cost, figure = config.model.memory.write_cost, config.train.stop_when
+        need(not cost, "model.memory.write_cost", cost, "must be 0 with parallel.context > 1: only rows whose answers "
+             "are all right pay it, and a rank sees a piece of each")  # fmt: skip
+        need(figure is None or stop_condition(figure)[0] in AnswerLoss.figures, "train.stop_when", figure,
+             f"with parallel.context > 1 only {' and '.join(AnswerLoss.figures)}")  # fmt: skip
+
+    def cut(self, batch: tuple[Tensor, ...], part: int, parts: int) -> tuple[Tensor, ...]:
+        ids, reset, asked = batch
+        length = reset.shape[1] // parts
+        begin, end = part * length, (part + 1) * length
+        return ids[:, begin : end + 1], reset[:, begin:end], asked[:, begin:end], asked.sum(1) / parts
+
     def to_device(self, batch: tuple[Tensor, ...], device: torch.device) -> tuple[Tensor | None, ...]:
         """Move ids to the device. Starts of samples and places of answers stay on the host, where they are counted."""
-        ids, reset, asked = batch
-        return ids.to(device, non_blocking=True), reset, asked
+        ids, reset, asked, *here = batch
+        return ids.to(device, non_blocking=True), reset, asked, *(each.to(device, non_blocking=True) for each in here)
 
 
 class AnswerTask(AnswersOnly):

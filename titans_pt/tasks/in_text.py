@@ -19,7 +19,7 @@ from titans_pt.data_pipeline.tokenizers import Tokenizer
 from titans_pt.errors import UserError
 from titans_pt.models.mixers.base import Need
 from titans_pt.tasks.answers import VALIDATION_SEED, AnswersOnly, PackedQuestions, WholeAnswers, at_stage
-from titans_pt.tasks.base import Samples, Task, TaskData
+from titans_pt.tasks.base import Samples, TaskData
 from titans_pt.tasks.language import Language
 from titans_pt.tasks.needles import Lengths, stages
 from titans_pt.tools.records import digest
@@ -138,7 +138,6 @@ class InText(AnswersOnly, Language):
     unit = "nats per token of the answer"
     figures = ("loss", "accuracy", "whole")
     answer_loss = WholeAnswers
-    cut = Task.cut  # Language.cut expects batches of two arrays
 
     @abstractmethod
     def prompts(self, text: Samples, length: int, training: bool) -> PromptsInText:

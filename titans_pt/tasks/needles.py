@@ -100,6 +100,7 @@ class Needles(AnswerTask):
 
     @classmethod
     def check(cls, config: Config, need: Need):
+        super().check(config, need)
         settings, size = cls.Settings.model_validate(config.section(cls.name)), config.model.vocab_size
         lengths = stages(settings.lengths)
         need(size >= 8, "model.vocab_size", size, "signs, keys, values and noise need at least 8")

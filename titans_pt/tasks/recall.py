@@ -84,6 +84,7 @@ class Recall(AnswerTask):
 
     @classmethod
     def check(cls, config: Config, need: Need):
+        super().check(config, need)
         settings, size = cls.Settings.model_validate(config.section(cls.name)), config.model.vocab_size
         need(
             settings.pairs < size // 2,

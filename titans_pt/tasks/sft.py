@@ -15,7 +15,7 @@ from titans_pt.data_pipeline.answers import Answers, best_fit
 from titans_pt.errors import UserError
 from titans_pt.models.mixers.base import Need
 from titans_pt.tasks.answers import AnswersOnly, WholeAnswers
-from titans_pt.tasks.base import TASKS, Task, TaskData
+from titans_pt.tasks.base import TASKS, TaskData
 from titans_pt.tasks.language import Language
 from titans_pt.tasks.places import Places
 from titans_pt.tools.processes import place
@@ -106,7 +106,6 @@ class SupervisedFineTuning(AnswersOnly, Language):
     usual = ("perplexity",)
     figures = ("loss", "accuracy", "whole")
     answer_loss = WholeAnswers
-    cut = Task.cut  # Language.cut expects batches of two arrays
 
     @classmethod
     def check(cls, config: Config, need: Need):

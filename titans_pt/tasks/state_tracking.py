@@ -21,7 +21,7 @@ from torch import Tensor
 from titans_pt.config import Config, Section
 from titans_pt.models.mixers.base import Need
 from titans_pt.tasks.answers import VALIDATION_SEED, AnswerTask, PackedQuestions, WholeAnswers, at_stage
-from titans_pt.tasks.base import TASKS
+from titans_pt.tasks.base import TASKS, Task
 from titans_pt.tasks.groups import Group, group
 
 NOTHING = -1
@@ -241,6 +241,7 @@ class StateTracking(AnswerTask):
     figures = ("loss", "accuracy", "whole", "last")
     packed = PackedStates
     answer_loss = StateLoss
+    cut = Task.cut  # refuses parallel.context
 
     class Settings(Section):
         problem: str = "parity"

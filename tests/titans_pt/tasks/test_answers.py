@@ -139,6 +139,34 @@ def train(config, folder, *words):
     assert loop.train(load_config(config, [f"run.dir={folder}", *words])) == 0
 
 
+def test_pieces_of_rows_have_their_share_of_the_answers():
+    task, _ = objective("model.mixers=[lmm]")
+    ids, reset, asked = batch = collate([task.open().train.sample(n) for n in range(3)])
+    pieces = [task.cut(batch, part, 4) for part in range(4)]
+    for whole, parts in ((ids[:, :-1], [p[0][:, :-1] for p in pieces]), (ids[:, 1:], [p[0][:, 1:] for p in pieces]),
+                         (reset, [p[1] for p in pieces]), (asked, [p[2] for p in pieces])):  # fmt: skip
+        assert torch.equal(whole, torch.cat(parts, 1))
+    shares = torch.stack([piece[2].sum(1) / piece[3] for piece in pieces])
+    assert torch.allclose(shares.mean(0), torch.ones(3)) and (shares == 0).any()
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("mixer", ["lmm", "mac"])
+def test_context_ranks_change_nothing(needles, tmp_path, mixer):
+    """Also where a rank's piece has no answer: needles are asked for at the end of a sample."""
+    free = ["model.memory.write_cost=0", f"model.mixers=[{mixer}]", "needles.lengths='48'"]
+    train(needles, tmp_path / "free", *free)
+    run_jobs(2, needles, tmp_path, {"context": ["parallel.context=2", *free]})
+    for a, b in zip(*(curve(tmp_path / name, "loss", "grad_norm") for name in ("free", "context")), strict=True):
+        assert b == pytest.approx(a, rel=1e-4)
+    figures = [
+        [(r["validation_loss"], r["validation_accuracy"]) for r in read_metrics(tmp_path / name / "metrics.jsonl")
+         if r["kind"] == "validation"]
+        for name in ("free", "context")
+    ]  # fmt: skip
+    assert figures[1] == [pytest.approx(each, rel=1e-4) for each in figures[0]] and len(figures[0]) == 2
+
+
 @pytest.mark.thorough
 def test_ranks_change_nothing_and_a_figure_ends_a_training(needles, tmp_path):
     for name, words in (

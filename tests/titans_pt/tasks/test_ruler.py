@@ -104,8 +104,10 @@ def test_what_cannot_be_is_one_line(configured):
         configured("ruler.lengths='600,4000'")
     with pytest.raises(UserError, match="ruler.lengths: given 60; with this tokenizer a prompt .* use at"):
         task_of(configured("ruler.lengths='60,1200'")).open()
-    with pytest.raises(UserError, match="parallel.context"):
-        configured("parallel.context=2")
+    with pytest.raises(UserError, match="model.memory.write_cost: given 0.1; must be 0 with parallel.context > 1"):
+        configured("parallel.context=2", "model.memory.write_cost=0.1")
+    with pytest.raises(UserError, match="with parallel.context > 1 only loss and accuracy"):
+        configured("parallel.context=2", "train.stop_when=whole >= 0.9")
 
 
 def test_it_trains_resumes_and_is_evaluated(configured, tmp_path):

@@ -89,7 +89,7 @@ def test_the_loss_is_that_of_the_completions(configured):
 
     objective = task.objective(model, RankGroup(0, 1))
     ids, reset, asked = (torch.from_numpy(part)[None] for part in data.train.sample(0))
-    found = objective(ids, reset, asked, torch.ones(1))
+    found = objective(ids, reset, asked, weight=torch.ones(1))
     losses = []
     for document in data.train.row(0):
         own = torch.from_numpy(data.train.dataset.document(document).astype(np.int64))[None]
