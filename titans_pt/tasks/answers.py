@@ -172,7 +172,7 @@ class AnswerLoss(NextTokenLoss):
         if samples:
             found = found if split else apart(found, *samples)
             asked, starts = (apart(part, *samples) for part in (asked, reset))
-        asked = asked.to(found.device)
+        asked = asked.to(found.device, non_blocking=True)
         share = asked.to(found.dtype) / (asked.sum(1) if here is None else here).unsqueeze(1)
         figures = (found * share.unsqueeze(-1)).sum(1)  # loss and accuracy of each sample or row
         loss, accuracy = figures.view(rows, -1, 2).mean(1).unbind(-1)
