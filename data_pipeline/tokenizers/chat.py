@@ -53,7 +53,8 @@ def chat_pieces(tokenizer: Tokenizer, messages: Sequence[Message], last_only: bo
         last_only: make one piece of everything before the last answer.
 
     Raises:
-        ValueError: there is no answer, or the template writes earlier messages in another way once others follow.
+        ValueError: there is no answer, the template writes none, or it writes earlier messages in another way once
+            others follow.
         UserError, jinja2.TemplateError: as :func:`chat_text`.
     """
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
@@ -67,6 +68,8 @@ def chat_pieces(tokenizer: Tokenizer, messages: Sequence[Message], last_only: bo
             raise ValueError("the chat template writes earlier messages in another way once others follow")
         pieces += [(before[len(done) :], False), (after[len(before) :], True)]
         done = after
+    if not any(text for text, is_answer in pieces if is_answer):
+        raise ValueError("the chat template writes nothing for the assistant")
     return pieces
 
 

@@ -12,6 +12,7 @@ import numpy as np
 from titans_pt.config import Config, Section
 from titans_pt.data_pipeline import IndexedDataset, Mixture, TokenFiles
 from titans_pt.data_pipeline.answers import Answers, best_fit
+from titans_pt.data_pipeline.manifest import damage, refuse_damage
 from titans_pt.errors import UserError
 from titans_pt.models.mixers.base import Need
 from titans_pt.tasks.answers import AnswersOnly, WholeAnswers
@@ -38,8 +39,8 @@ class PackedDocuments:
 
     def __init__(self, stream: IndexedDataset, answers: Answers, seq_len: int, seed: int, too_long: str = "refuse"):
         self.dataset, self.answers, self.seq_len = stream, answers, seq_len
-        starts = np.fromiter((*stream.document_starts, stream.tokens), np.int64, len(stream.document_starts) + 1)
-        self._starts, lengths = starts[:-1], np.diff(starts)
+        self._lengths = lengths = np.concatenate([*stream.lengths()]).astype(np.int64)  # a sequence is a document
+        self._starts = lengths.cumsum() - lengths
         fits = np.flatnonzero(lengths <= seq_len)
         self.skipped = len(lengths) - len(fits)
         if self.skipped and (too_long == "refuse" or not len(fits)):
@@ -51,7 +52,6 @@ class PackedDocuments:
         if self.skipped and place().rank == 0:
             print(f"sft.too_long=skip: left out {self.skipped:,} of {len(lengths):,} documents of {stream.prefix}, "
                   f"which have more than data.seq_len={seq_len} tokens", file=sys.stderr)  # fmt: skip
-        self._lengths = lengths
         self._rows = [fits[row] for row in best_fit(lengths[fits], seq_len)]
         self._places = Places(len(self._rows), seed)
 
@@ -116,12 +116,14 @@ class SupervisedFineTuning(AnswersOnly, Language):
     def open(self) -> TaskData:
         """
         Raises:
-            UserError: as TokenFiles.open, :class:`Answers` and :class:`PackedDocuments`.
+            UserError: as TokenFiles.open, :class:`Answers` and :class:`PackedDocuments`; a damaged list of documents.
         """
         files = TokenFiles.open(self.config)
         self.tokenizer = files.tokenizer
         data, seed = self.config.data, self.config.run.seed
         streams = [*files.train, files.validation]
+        lists = [f"{stream.prefix.name}.documents.parquet" for stream in streams]
+        refuse_damage(Path(data.dir), damage(Path(data.dir), files.manifest, lists))
         every = [Answers(stream) for stream in streams]
         *train, validation = [
             PackedDocuments(stream, answers, data.seq_len, seed if stream is not files.validation else 0,

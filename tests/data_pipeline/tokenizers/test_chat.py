@@ -45,6 +45,9 @@ def test_a_template_that_rewrites_earlier_answers_has_a_last_answer(tokenizer):
     assert chat_pieces(tokenizer(FORGETFUL), CHAT, last_only=True)[1] == ("four</s>", True)
     with pytest.raises(ValueError, match="no message of role assistant"):
         chat_pieces(tokenizer(), CHAT[:1])
+    silent = "{% for m in messages %}{% if m['role'] == 'user' %}{{ m['content'] }}{% endif %}{% endfor %}"
+    with pytest.raises(ValueError, match="writes nothing for the assistant"):
+        chat_pieces(tokenizer(silent), CHAT)
 
 
 def test_a_tokenizer_without_a_template_is_refused(tokenizer):

@@ -3,8 +3,10 @@
 import json
 
 import numpy as np
+import pyarrow
 import pytest
 import torch
+from pyarrow import parquet
 
 from tests.helpers.chats import SIZE, byte_tokenizer, said
 from titans_pt import cli
@@ -138,6 +140,15 @@ def test_it_trains_resumes_and_is_evaluated(configured, tmp_path):
     assert cli.run(["evaluate", str(tmp_path / "whole")]) == 0
     with pytest.raises(UserError, match="sft.too_long: given 'skip', but .* was trained with 'refuse'; put it back"):
         loop.train(configured(f"run.dir={parts.run.dir}", "sft.too_long=skip", "train.max_steps=6"))
+
+
+def test_a_changed_list_of_documents_is_refused(configured, tmp_path):
+    """Also if it can still be read: it says which tokens are answers."""
+    task, path = task_of(configured()), tmp_path / "data/train.documents.parquet"
+    table = parquet.read_table(pyarrow.BufferReader(path.read_bytes()))
+    parquet.write_table(table.set_column(6, "answers", table["answers"].take([1, 0, *range(2, len(table))])), path)
+    with pytest.raises(UserError, match="train.documents.parquet: .*; copy it again, or make the token files again"):
+        task.open()
 
 
 def test_sources_by_weight(configured, tmp_path):
