@@ -129,7 +129,7 @@ def test_says_what_is_wrong(copying):
         evaluate("anywhere", ["evaluation.needle.sample=8"])
     with pytest.raises(UserError, match=r"evaluation\.needle\.lengths: given 100; .* room for the answer"):
         evaluate("anywhere", ["evaluation.needle.lengths=[100]"])
-    assert titans_pt.evaluation.__all__ == ["evaluate", "generate", "generate_batch"]
+    assert titans_pt.evaluation.__all__ == ["chat", "evaluate", "generate", "generate_batch"]
 
 
 def test_the_command_names_the_suites(capsys):
