@@ -802,14 +802,32 @@ def needles_of_conversion() -> list[str]:
 
 def needles_again() -> list[str]:
     """Numbers found, and nats per token of the number, by the length of the document."""
-    by_length: dict[int, list[dict]] = {}
-    for row in map(json.loads, (RESULTS / "conversion/needles-again.jsonl").read_text().splitlines()):
-        by_length.setdefault(row["length"], []).append(row)
+    by_length = needles_by_length("needles-again", "memories")
+    return [line(f"{length:,}", *found_and_nats(rows)) for length, rows in sorted(by_length.items())]
+
+
+def needles_by_answers() -> list[str]:
+    """The same after attention transfer, and then after training on answers."""
+    found = [needles_by_length("needles-answers", model) for model in ("transfer", "answers")]
     return [
-        line(f"{length:,}", f"{sum(row['score'] for row in rows):.0f} of {len(rows)}",
-             f"{sum(row['answer_nll'] for row in rows) / len(rows):.2f}")
-        for length, rows in sorted(by_length.items())
-    ]  # fmt: skip
+        line(f"{length:,}", *(cell for each in found for cell in found_and_nats(each.get(length, []))))
+        for length in sorted({length for each in found for length in each})
+    ]
+
+
+def needles_by_length(file: str, model: str) -> dict[int, list[dict]]:
+    by_length: dict[int, list[dict]] = {}
+    for row in map(json.loads, (RESULTS / f"conversion/{file}.jsonl").read_text().splitlines()):
+        if row["model"] == model:
+            by_length.setdefault(row["length"], []).append(row)
+    return by_length
+
+
+def found_and_nats(rows: list[dict]) -> tuple[str, str]:
+    if not rows:
+        return "-", "-"
+    return (f"{sum(row['score'] for row in rows):.0f} of {len(rows)}",
+            f"{sum(row['answer_nll'] for row in rows) / len(rows):.2f}")  # fmt: skip
 
 
 def packaged_sets() -> dict[str, dict]:
@@ -844,6 +862,7 @@ PAGES = {
         "| layers with full attention |": which_layers,
         "| RULER's needle in noise |": needles_of_conversion,
         "| tokens of the document |": needles_again,
+        "| tokens of the text |": needles_by_answers,
         "| packaged sets |": accuracies,
     },
     README: {"| model | perplexity at 512 tokens |": overview},
