@@ -198,7 +198,8 @@ def test_the_page_has_the_plans_of_all_sizes():
         assert float(rate) == config.train.lr and float(tokens) == round(
             config.train.max_steps * config.train.batch_tokens / 1e9
         )
-        assert cells.split(" | ")[4:] == [f"{plan.total / GIB:.1f}" for plan in plans], size
+        told = "\n".join(f"{size}: {plan.text()}" for plan in plans)
+        assert cells.split(" | ")[4:] == [f"{plan.total / GIB:.1f}" for plan in plans], told
 
 
 @pytest.mark.parametrize(("changes", "says"), [
