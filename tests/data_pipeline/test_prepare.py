@@ -5,6 +5,7 @@ import json
 import math
 import os
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 from random import Random
@@ -16,7 +17,9 @@ import sentencepiece
 from pyarrow import parquet
 
 from tests.data_pipeline.small_corpus import VOCAB, make_texts, write_jsonl
+from tests.helpers.processes import ENVIRONMENT
 from titans_pt.config import Config, SourceConfig
+from titans_pt.config.yaml import resolved_yaml
 from titans_pt.data_pipeline import IndexedDataset, IndexedWriter, TokenFiles, documents, load_tokenizer
 from titans_pt.data_pipeline.inspection import inspect_data
 from titans_pt.data_pipeline.manifest import read_manifest
@@ -671,3 +674,11 @@ def test_sources_are_not_read_where_token_files_are_written(config, inside):
     with pytest.raises(UserError, match="which is in data.sources.0.path=.*; choose another data.dir"):
         prepare(other, force=True)
     assert names(folder) == FILES
+
+
+def test_preparing_text_imports_no_torch(config, tmp_path):
+    """It takes seconds, which a call that finds nothing to do should not cost."""
+    (tmp_path / "config.yaml").write_text(resolved_yaml(config()))
+    program = "import sys; from titans_pt import cli; sys.exit(cli.run(sys.argv[1:]) or 'torch' in sys.modules)"
+    words = ["prepare", str(tmp_path / "config.yaml"), "--workers", "1"]
+    assert subprocess.run([sys.executable, "-c", program, *words], env=ENVIRONMENT, timeout=60).returncode == 0

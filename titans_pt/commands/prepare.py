@@ -32,26 +32,26 @@ SHARE = Checked(_share, "I/N, with I from 0 to N - 1")
 )  # fmt: skip
 def prepare(config, force: bool, workers: int, shard: tuple[int, int] | None):
     """Turn text into token files, or write the other files that the task reads."""
-    from titans_pt.config.checks import checked, import_modules
-    from titans_pt.tasks import TASKS, Task, task_of
-    from titans_pt.tasks.language import Language
-
-    import_modules(config.run.imports)
-    kind = TASKS.find(config.task)
-    if kind.prepare is Language.prepare:
-        from titans_pt.data_pipeline.prepare import prepare as write_token_files
-
-        write_token_files(config, force=force, shard=shard, workers=workers)
-        return
-    if shard:
+    if config.task != "language":  # finding another task imports torch, which takes seconds
+        from titans_pt.config.checks import checked, import_modules
         from titans_pt.errors import UserError
+        from titans_pt.tasks import TASKS, Task, task_of
+        from titans_pt.tasks.language import Language
 
-        raise UserError(f"--shard: given {shard[0]}/{shard[1]}; only with a task that reads token files, whose text is "
-                        f"cut in parts; task={config.task} reads none")  # fmt: skip
-    task = task_of(checked(config))
-    if kind.prepare is Task.prepare:
-        print(f"task={config.task}: its samples are drawn, nothing to prepare", file=sys.stderr)
-    elif force:
-        task.prepare(force)
-    else:
-        task.prepare()
+        import_modules(config.run.imports)
+        kind = TASKS.find(config.task)
+        if kind.prepare is not Language.prepare:
+            if shard:
+                raise UserError(f"--shard: given {shard[0]}/{shard[1]}; only with a task that reads token files, whose "
+                                f"text is cut in parts; task={config.task} reads none")  # fmt: skip
+            task = task_of(checked(config))
+            if kind.prepare is Task.prepare:
+                print(f"task={config.task}: its samples are drawn, nothing to prepare", file=sys.stderr)
+            elif force:
+                task.prepare(force)
+            else:
+                task.prepare()
+            return
+    from titans_pt.data_pipeline.prepare import prepare as write_token_files
+
+    write_token_files(config, force=force, shard=shard, workers=workers)
