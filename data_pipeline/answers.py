@@ -22,7 +22,7 @@ class Answers:
     """
 
     def __init__(self, stream: IndexedDataset):
-        path = stream.prefix.with_name(f"{stream.prefix.name}.documents.parquet")
+        path = stream.list_of_documents
         remedy = "run: titans prepare CONFIG --force"
         try:
             with open(path, "rb") as file, parquet.ParquetFile(file) as table:

@@ -495,10 +495,15 @@ def missing(where: str, column: str, source: SourceConfig, there: list[str]) -> 
     """Rejects a row or a file without the column ``column``, which ``source`` names."""
     columns = abridged(there, most=_COLUMNS) or "none"
     if column in source.columns:
-        setting = source.setting_of(column)
         return Rejected(
             where,
-            f"has no column as {setting}={column!r} says ({columns})",
-            f"set {setting} to the one that holds the {setting.removesuffix('_column')}",
+            f"has no column as {source.setting_of(column)}={column!r} says ({columns})",
+            name_another(column, source),
         )
     return Rejected(where, f"has no column {column!r} ({columns})", "name an existing one in minimum")
+
+
+def name_another(column: str, source: SourceConfig) -> str:
+    """Remedy for a row whose ``column``, one of ``source.columns``, does not hold what it should."""
+    setting = source.setting_of(column)
+    return f"set {setting} to the one that holds the {setting.removesuffix('_column')}"

@@ -201,6 +201,11 @@ class IndexedDataset:
         self._stream = np.memmap(bin_, self.dtype, "r") if self.tokens else np.zeros(0, self.dtype)
         self._vocab_size, self._pages = vocab_size, self._checksums() if checked else None
 
+    @property
+    def list_of_documents(self) -> Path:
+        """PREFIX.documents.parquet, which ``titans prepare`` writes next to the stream."""
+        return self.prefix.with_name(f"{self.prefix.name}.documents.parquet")
+
     def _checksums(self) -> np.ndarray:
         """Checksum of each PAGE of .bin, u32."""
         path = self.prefix.with_name(f"{self.prefix.name}.crc32")

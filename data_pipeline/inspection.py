@@ -69,7 +69,7 @@ def inspect_data(
 
 def document_place(stream: IndexedDataset, j: int) -> dict:
     """file, row, id, hash, tokens and characters of document ``j`` of a stream; empty for files of format 1."""
-    path = stream.prefix.with_name(f"{stream.prefix.name}.documents.parquet")
+    path = stream.list_of_documents
     if not path.exists():
         return {}
     remedy = "copy it again, or make the token files again with: titans prepare CONFIG --force"

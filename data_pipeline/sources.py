@@ -54,8 +54,8 @@ class Document:
     """One document.
 
     Attributes:
-        text: not empty, and valid as UTF-8; "" for kind=indexed, which has no text. Of a chat the contents of its
-            messages, until its template has written it.
+        text: not empty, and valid as UTF-8; "" for kind=indexed, which has no text, and for a chat until its template
+            has written it.
         id: from the source's id column; "" if there is none.
         file, row: its place: the row's number, or in .jsonl the byte where its line begins. All strings are valid as
             UTF-8; for a file name that is not, see :func:`titans_pt.data_pipeline.text.utf8`.
@@ -233,11 +233,15 @@ def _document(row: SourceRow | Rejected, source: SourceConfig, counts: Counter) 
     place = _name(row.values.get(source.id_column)), utf8(row.file), row.number
     if source.format == "messages":
         messages = _messages(row, source)
-        return messages if isinstance(messages, Rejected) else Document(_contents(messages), *place, messages=messages)
+        return messages if isinstance(messages, Rejected) else Document("", *place, messages=messages)
     texts = [row.values[column] for column in source.columns]
     for column, text in zip(source.columns, texts, strict=True):
         if text is not None and not isinstance(text, str):
-            return _no_text(row, column, text, source)
+            return Rejected(
+                f"{row.where}, column {column!r}",
+                f"holds a {type(text).__name__}, not text",
+                files.name_another(column, source),
+            )
     last = texts[-1]
     if not last or not visible(last):  # the text, or the answer
         counts["empty"] += 1
@@ -246,16 +250,6 @@ def _document(row: SourceRow | Rejected, source: SourceConfig, counts: Counter) 
         return Document(replace_surrogates(last), *place)
     prompt, answer = (replace_surrogates(text or "") for text in texts)
     return Document(prompt + answer, *place, pieces=((prompt, False), (answer, True)))
-
-
-def _no_text(row: SourceRow, column: str, value: object, source: SourceConfig) -> Rejected:
-    setting = source.setting_of(column)
-    what = setting.removesuffix("_column")
-    return Rejected(
-        f"{row.where}, column {column!r}",
-        f"holds a {type(value).__name__}, not text",
-        f"set {setting} to the one that holds the {what}",
-    )
 
 
 def _messages(row: SourceRow, source: SourceConfig) -> tuple[Message, ...] | Rejected:
@@ -281,10 +275,6 @@ def _messages(row: SourceRow, source: SourceConfig) -> tuple[Message, ...] | Rej
 
 def _clean(value: object) -> object:
     return replace_surrogates(value) if isinstance(value, str) else value
-
-
-def _contents(messages: tuple[Message, ...]) -> str:
-    return "\n".join(message.get("content", "") for message in messages)
 
 
 def _name(value: object) -> str:

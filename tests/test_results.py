@@ -793,10 +793,8 @@ def needles_of_conversion() -> list[str]:
         by_model.setdefault(row["model"], {}).setdefault(row["length"], []).append(row)
     lines = []
     for name, lengths in by_model.items():
-        rows = [lengths.get(length, []) for length in (512, 1024, 2048)]
-        found = [f"{sum(row['score'] for row in each):.0f} of {len(each)}" if each else "-" for each in rows]
-        loss = [f"{sum(row['answer_nll'] for row in each) / len(each):.2f}" if each else "-" for each in rows]
-        lines.append(line(name, *found, *loss))
+        found, nats = zip(*(found_and_nats(lengths.get(length, [])) for length in (512, 1024, 2048)), strict=True)
+        lines.append(line(name, *found, *nats))
     return lines
 
 

@@ -86,10 +86,9 @@ def message_ids(tokenizer: Tokenizer, message: str, system: str | None = None, f
     """
     if first:
         before = [] if system is None else [{"role": "system", "content": system}]
-        text = chat_to_answer(tokenizer, [*before, {"role": "user", "content": message}])
-        return [*tokenizer.begin, *spelled_ids(tokenizer, text)]
+        return ids_to_answer(tokenizer, [*before, {"role": "user", "content": message}])
     turns = [("user", "a question"), ("assistant", _ANSWER), ("user", message)]
-    text = chat_to_answer(tokenizer, [{"role": role, "content": content} for role, content in turns])
+    text = _to_answer(tokenizer, [{"role": role, "content": content} for role, content in turns])
     _, found, after = text.partition(_ANSWER)
     if not found:
         raise UserError(f"tokenizer {tokenizer.path}: its chat template leaves out earlier answers; begin a new "
@@ -97,12 +96,16 @@ def message_ids(tokenizer: Tokenizer, message: str, system: str | None = None, f
     return spelled_ids(tokenizer, after)
 
 
-def chat_to_answer(tokenizer: Tokenizer, messages: Sequence[Message]) -> str:
-    """Text of a chat up to the beginning of the next answer.
+def ids_to_answer(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[int]:
+    """Ids of a chat, which begins a document, up to the beginning of the next answer.
 
     Raises:
         UserError: as :func:`chat_text`; the template refuses the messages.
     """
+    return [*tokenizer.begin, *spelled_ids(tokenizer, _to_answer(tokenizer, messages))]
+
+
+def _to_answer(tokenizer: Tokenizer, messages: Sequence[Message]) -> str:
     from jinja2 import TemplateError  # comes with torch, which only chats need here
 
     try:

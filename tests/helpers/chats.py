@@ -10,9 +10,8 @@ TEMPLATE = (
 BOS, EOS, SIZE = 256, 257, 258
 
 
-def byte_tokenizer(folder, template=TEMPLATE):
-    """Writes tokenizer.json and tokenizer_config.json of bytes to a folder; returns the path of the former. 256 is <s>,
-    257 is </s>."""
+def of_bytes():
+    """A tokenizer of bytes, as the library ``tokenizers`` has it; 256 is <s>, 257 is </s>."""
     import tokenizers
 
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
@@ -20,8 +19,14 @@ def byte_tokenizer(folder, template=TEMPLATE):
     found.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     found.decoder = tokenizers.decoders.ByteLevel()
     found.add_special_tokens(["<s>", "</s>"])
+    return found
+
+
+def byte_tokenizer(folder, template=TEMPLATE):
+    """Writes tokenizer.json and tokenizer_config.json of :func:`of_bytes` to a folder; returns the path of the
+    former."""
     folder.mkdir(parents=True, exist_ok=True)
-    found.save(str(folder / "tokenizer.json"))
+    of_bytes().save(str(folder / "tokenizer.json"))
     config = {"bos_token": "<s>", "eos_token": "</s>"} | ({"chat_template": template} if template else {})
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return folder / "tokenizer.json"

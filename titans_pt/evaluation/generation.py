@@ -12,7 +12,7 @@ import torch
 
 from titans_pt.data_pipeline import StreamDecoder, Tokenizer
 from titans_pt.data_pipeline.tokenizers import ids_within
-from titans_pt.data_pipeline.tokenizers.chat import Message, chat_to_answer, spelled_ids
+from titans_pt.data_pipeline.tokenizers.chat import Message, ids_to_answer
 from titans_pt.errors import UserError
 from titans_pt.evaluation.caching import read_prompt, with_caches
 from titans_pt.runs.loaded import LoadedRun, load_reading, load_run, save_reading
@@ -38,7 +38,7 @@ class Prompt:
         """
         if isinstance(self.given, str):
             return _opening(tokenizer, self.given)
-        return [*tokenizer.begin, *spelled_ids(tokenizer, chat_to_answer(tokenizer, self.given))]
+        return ids_to_answer(tokenizer, self.given)
 
 
 def read_prompts(path: str, option: str) -> list[Prompt]:

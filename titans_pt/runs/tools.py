@@ -118,12 +118,9 @@ def average_run(run: str, out: Path, last: int, steps: Sequence[int] = ()):
     found, folder, target = _found(run), RunFolder(run), RunFolder(out)
     if target.config.exists():
         raise UserError(f"--out {out}: holds a run already; name another folder")
-    if steps:
-        paths = [checkpoints.find(folder.checkpoints, step) for step in sorted(set(steps))]
-    else:
-        paths = [path for path in found if not checkpoints.verify(path, content=False)][-last:]
-        paths = [checkpoints.find(folder.checkpoints, checkpoints.step_of(path)) for path in paths]
-    names = [checkpoints.step_of(path) for path in paths]
+    complete = [checkpoints.step_of(path) for path in found if not checkpoints.verify(path, content=False)]
+    steps = sorted(set(steps)) or complete[-last:]
+    paths = [checkpoints.find(folder.checkpoints, step) for step in steps]
     if len(paths) < 2:
         raise UserError(f"{run}: an average needs two checkpoints, found {len(paths)} (steps "
                         f"{checkpoints.steps_of(folder.checkpoints)}); a run keeps more with train.keep_last or "
@@ -139,12 +136,13 @@ def average_run(run: str, out: Path, last: int, steps: Sequence[int] = ()):
     config = validated(load_stored(folder.config).model_dump(mode="json"), [f"run.dir={out}"])
     task = task_of(config)
     task.restore(folder, state.identity)
-    state = replace(state, samples=0, adam_step=0, best={}, wandb_id=None,
-                    origin=f"mean of {run} at steps {', '.join(map(str, names))}")  # fmt: skip
+    told = ", ".join(map(str, steps))
+    origin = f"mean of {run} at steps {told}"
+    state = replace(state, samples=0, adam_step=0, best={}, wandb_id=None, origin=origin)
     checkpoints.save(target.checkpoints, weights, {}, state)
     target.write_settings(config)
     task.keep(target)
-    print(f"{out}: the mean of {len(names)} checkpoints, of steps {', '.join(map(str, names))}")
+    print(f"{out}: the mean of {len(steps)} checkpoints, of steps {told}")
 
 
 def _found(run: str) -> list[Path]:

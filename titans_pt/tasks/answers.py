@@ -23,7 +23,7 @@ from titans_pt.models.mixers.base import Need
 from titans_pt.parallel import RankGroup
 from titans_pt.parallel.layers import vocabulary_best, vocabulary_cross_entropy
 from titans_pt.tasks.base import Task, TaskData, nan_unless_finite, with_weights
-from titans_pt.tasks.next_token import NextTokenLoss
+from titans_pt.tasks.next_token import NextTokenLoss, piece
 from titans_pt.tasks.writing import with_write_cost, write_gates
 from titans_pt.tools.records import digest
 
@@ -267,10 +267,8 @@ class AnswersOnly(Task):
              f"with parallel.context > 1 only {' and '.join(AnswerLoss.figures)}")  # fmt: skip
 
     def cut(self, batch: tuple[Tensor, ...], part: int, parts: int) -> tuple[Tensor, ...]:
-        ids, reset, asked = batch
-        length = reset.shape[1] // parts
-        begin, end = part * length, (part + 1) * length
-        return ids[:, begin : end + 1], reset[:, begin:end], asked[:, begin:end], asked.sum(1) / parts
+        *_, asked = batch
+        return *piece(batch, part, parts), asked.sum(1) / parts
 
     def to_device(self, batch: tuple[Tensor, ...], device: torch.device) -> tuple[Tensor | None, ...]:
         """Move ids to the device. Starts of samples and places of answers stay on the host, where they are counted."""

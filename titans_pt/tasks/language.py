@@ -20,7 +20,7 @@ from titans_pt.parallel import RankGroup
 from titans_pt.parallel.layers import vocabulary_cross_entropy
 from titans_pt.runs.folder import RunFolder
 from titans_pt.tasks.base import TASKS, Task, TaskData
-from titans_pt.tasks.next_token import NextTokenLoss, at_once
+from titans_pt.tasks.next_token import NextTokenLoss, at_once, piece
 
 
 @TASKS.register
@@ -112,10 +112,7 @@ class Language(Task):
         }
 
     def cut(self, batch: tuple[Tensor, ...], part: int, parts: int) -> tuple[Tensor, ...]:
-        ids, reset = batch
-        length = reset.shape[1] // parts
-        begin, end = part * length, (part + 1) * length
-        return ids[:, begin : end + 1], reset[:, begin:end]
+        return piece(batch, part, parts)
 
     def to_device(self, batch: tuple[Tensor, ...], device: torch.device) -> tuple[Tensor | None, ...]:
         """Move ids to the device. Document starts stay on the host, where the model counts documents."""

@@ -31,6 +31,15 @@ def at_once(rows: int, length: int, vocabulary: int, whole: bool = True) -> tupl
     return min(rows, max(1, fit // length)), length
 
 
+def piece(batch: tuple[Tensor, ...], part: int, parts: int) -> tuple[Tensor, ...]:
+    """One of ``parts`` equal pieces along time of ids (B, T + 1), with the target of its last token, and of further
+    tensors (B, T)."""
+    ids, *others = batch
+    length = (ids.shape[1] - 1) // parts
+    begin, end = part * length, (part + 1) * length
+    return ids[:, begin : end + 1], *(each[:, begin:end] for each in others)
+
+
 @cache
 def _liger(z_loss: float) -> Callable[..., Any] | None:
     """Return liger-kernel's fused head and cross-entropy, (weight, x, targets) -> mean loss; None if not installed.

@@ -122,7 +122,7 @@ class SupervisedFineTuning(AnswersOnly, Language):
         self.tokenizer = files.tokenizer
         data, seed = self.config.data, self.config.run.seed
         streams = [*files.train, files.validation]
-        lists = [f"{stream.prefix.name}.documents.parquet" for stream in streams]
+        lists = [stream.list_of_documents.name for stream in streams]
         refuse_damage(Path(data.dir), damage(Path(data.dir), files.manifest, lists))
         every = [Answers(stream) for stream in streams]
         *train, validation = [

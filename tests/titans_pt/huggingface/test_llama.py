@@ -7,6 +7,7 @@ import pytest
 import tokenizers
 import torch
 
+from tests.helpers.chats import of_bytes
 from titans_pt import cli
 from titans_pt.errors import UserError
 from titans_pt.runs.loaded import load_run
@@ -42,11 +43,7 @@ KINDS = {
 def tokenizer(tmp_path_factory):
     """A folder with a tokenizer of bytes: 256 is <s>, which begins texts, and 257 is </s>."""
     folder = tmp_path_factory.mktemp("tokenizer")
-    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    found = tokenizers.Tokenizer(tokenizers.models.BPE({c: i for i, c in enumerate(alphabet)}, []))
-    found.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    found.decoder = tokenizers.decoders.ByteLevel()
-    found.add_special_tokens(["<s>", "</s>"])
+    found = of_bytes()
     found.post_processor = tokenizers.processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 256)])
     found.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text('{"bos_token": "<s>"}')

@@ -7,12 +7,12 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from tests.helpers.processes import curve
 from titans_pt import cli
 from titans_pt.config.files import load_config
 from titans_pt.errors import UserError
 from titans_pt.tasks import babi, task_of
 from titans_pt.training import loop
-from titans_pt.training.metrics import read_metrics
 
 pytestmark = pytest.mark.usefixtures("one_group")
 
@@ -93,10 +93,8 @@ def test_it_trains_resumes_and_is_evaluated(configured, tmp_path):
     loop.train(configured(f"run.dir={parts.run.dir}", "train.stop_at=2", *short))
     loop.train(parts)
 
-    def curve(name):
-        return [(r["step"], r["loss"]) for r in read_metrics(tmp_path / name / "metrics.jsonl") if r["kind"] == "train"]
-
-    assert len(curve("whole")) == 4 and curve("whole") == curve("parts")
+    found = [curve(tmp_path / name, "loss") for name in ("whole", "parts")]
+    assert len(found[0]) == 4 and found[0] == found[1]
     words = ["evaluation.babilong.tasks=[qa1]", "evaluation.babilong.lengths=[900]", "evaluation.babilong.samples=2",
              "evaluation.babilong.wording=plain", "evaluation.babilong.characters=50000"]  # fmt: skip
     assert cli.run(["evaluate", str(tmp_path / "whole"), *words]) == 0

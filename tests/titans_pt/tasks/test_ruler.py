@@ -7,6 +7,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
+from tests.helpers.processes import curve
 from titans_pt import cli
 from titans_pt.config.files import load_config
 from titans_pt.errors import UserError
@@ -116,10 +117,8 @@ def test_it_trains_resumes_and_is_evaluated(configured, tmp_path):
     loop.train(configured(f"run.dir={parts.run.dir}", "train.stop_at=2"))
     loop.train(parts)
 
-    def curve(name):
-        return [(r["step"], r["loss"]) for r in read_metrics(tmp_path / name / "metrics.jsonl") if r["kind"] == "train"]
-
-    assert len(curve("whole")) == 4 and curve("whole") == curve("parts")
+    found = [curve(tmp_path / name, "loss") for name in ("whole", "parts")]
+    assert len(found[0]) == 4 and found[0] == found[1]
     validation = [r for r in read_metrics(tmp_path / "whole" / "metrics.jsonl") if r["kind"] == "validation"][-1]
     assert {"validation_loss", "validation_accuracy", "validation_whole"} <= validation.keys()
     words = ["evaluation.needle.tasks=[niah_single_1]", "evaluation.needle.lengths=[700]",
