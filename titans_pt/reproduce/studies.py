@@ -243,6 +243,22 @@ def _filters(size: str) -> Study:
                  size, note)  # fmt: skip
 
 
+def _states(size: str) -> Study:
+    """The LMM with a smaller memory, and the best recurrences with states of the LMM's size, at equal parameters."""
+    heads = "model.gated_deltanet.n_heads=1"
+    rows = (
+        Row("lmm"), Row("mamba2"), Row("gated_deltanet"),
+        Row("lmm", "state-quarter", ("model.memory.expansion=1", "model.mlp_hidden=528"), "a quarter of the memory"),
+        Row("mamba2", "state-4x", ("model.mamba2.state=256", "model.mlp_hidden=344"), "four times the state"),
+        Row("gated_deltanet", "state-4x", (heads,), "one head, four times the state"),
+        Row("gated_deltanet", "state-8x", (heads, "model.gated_deltanet.key_expansion=1.5", "model.mlp_hidden=456"),
+            "one head, eight times the state"),
+    )  # fmt: skip
+    note = "Variants have their model's learning rate, and in the MLP what their state leaves of the parameters."
+    return Study("states", "Does the lead come from the size of the state", size, rows, _text_columns(),
+                 _tiny("text", "long"), size, note)  # fmt: skip
+
+
 def _recall(size: str) -> Study:
     variants = [Row(model, "memory-off") for model in TITANS]
     variants += [Row("lmm", name) for name in ("no-momentum", "no-forgetting", "depth-1", "no-conv", "no-ln")]
@@ -292,7 +308,7 @@ def _tiny(*names: str) -> tuple[Measure, ...]:
     return _measures("tiny", *names)
 
 
-SMALL = ("ideas", "scaling", "filters", "recall", "needles", "statetracking")
+SMALL = ("ideas", "scaling", "filters", "states", "recall", "needles", "statetracking")
 """Studies that exist only at the size tiny."""
 OF_THEIR_OWN = ("table3", "table4")
 """Studies whose large size is called paper."""
@@ -300,6 +316,6 @@ TARGETS = {
     "table1": _table1, "table2": _table2, "table3": table3, "table4": table4, "table5": _table5, "figure7": _figure7,
     "figure8": _figure8,
     "figure9": _figure9, "babilong": _babilong, "chunks": _chunks, "ideas": _ideas, "scaling": _scaling,
-    "filters": _filters, "recall": _recall,
+    "filters": _filters, "states": _states, "recall": _recall,
     "needles": _needles, "statetracking": state_tracking,
 }  # fmt: skip

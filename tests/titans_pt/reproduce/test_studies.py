@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 import titans_pt
@@ -14,6 +15,7 @@ from titans_pt.benchmarks.training import Case, Measurement, case_config
 from titans_pt.commands.reproduce import reproduce as command
 from titans_pt.config.files import validated
 from titans_pt.errors import UserError
+from titans_pt.models import build_model
 from titans_pt.reproduce import timing
 from titans_pt.reproduce.measures import TRAINING
 from titans_pt.reproduce.order import Order, chosen, runs_of
@@ -123,6 +125,23 @@ def test_four_times_the_tokens_and_four_times_the_size():
     for variant, sizes in without_embedding.items():
         assert max(sizes) < 1.012 * min(sizes)
         assert sizes[0] / without_embedding[""][0] == pytest.approx(4 if variant == "size-4x" else 1, rel=0.01)
+
+
+def test_smaller_and_larger_states_at_equal_parameters():
+    def memory(run):
+        """Numbers of a layer's memory, without the convolutions' inputs, the momentum and M_0."""
+        _, state = build_model(run.config.model)(torch.zeros(1, 16, dtype=torch.int64))
+        first = state.blocks[0].memory
+        return sum(w.numel() for w in first.weights) if run.model == "lmm" else first.numel()
+
+    found = {(run.model, run.variant): run for run in runs("states", seeds=[0])}
+    times = {("lmm", "state-quarter"): 0.25, ("mamba2", "state-4x"): 4, ("gated_deltanet", "state-4x"): 4,
+             ("gated_deltanet", "state-8x"): 8}  # fmt: skip
+    assert found.keys() == times.keys() | {(model, "") for model, _ in times}
+    for (model, variant), ratio in times.items():
+        base, run = found[model, ""], found[model, variant]
+        assert memory(run) == ratio * memory(base) and run.choice == base.choice
+        assert run.cost.parameters == pytest.approx(base.cost.parameters, rel=0.005)
 
 
 def test_a_probe_has_a_tenth_of_the_tokens_and_its_own_schedule():
