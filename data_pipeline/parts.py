@@ -35,7 +35,7 @@ from titans_pt.data_pipeline.near_duplicates import sketch
 from titans_pt.data_pipeline.sources import Document, Part
 from titans_pt.data_pipeline.text import one_line, visible
 from titans_pt.data_pipeline.tokenizers import Tokenizer, encode_pieces, load_tokenizer
-from titans_pt.data_pipeline.tokenizers.chat import chat_pieces
+from titans_pt.data_pipeline.tokenizers.chat import chat_documents
 from titans_pt.errors import UserError
 from titans_pt.tools.files import flush_to_disk
 from titans_pt.tools.sealed import seal, unseal
@@ -212,8 +212,8 @@ def write_part(job: Job, index: int, part: Part, report: Report) -> None:
                 if sketches:
                     sketches.write(sketch(encoded).tobytes())
                 for document, ids, own in zip(batch, encoded, answers, strict=True):
-                    digest = document_hash(ids[bare] if by_ids else document.text)
-                    row = _described(document, len(ids), digest, fraction)
+                    content = ids[bare] if by_ids else document.text
+                    row = _described(document, len(ids), content, fraction)
                     writer.add((*row, own) if job.data.marks_answers else row)
                 report(len(batch), sum(map(len, encoded)), 0, 0)
             writer.flush()
@@ -295,9 +295,10 @@ def _readable(
             written = _written(document, source, tokenizer)
             if isinstance(written, Rejected):
                 reject(written)
-                continue
-            document = written
-        elif document.tokens is not None:
+            else:
+                yield from written
+            continue
+        if document.tokens is not None:
             document = replace(document, tokens=_bare(document, tokenizer))
             if not _visible(document.tokens, tokenizer):
                 counts["empty"] += 1
@@ -305,20 +306,23 @@ def _readable(
         yield document
 
 
-def _written(document: Document, source: SourceConfig, tokenizer: Tokenizer) -> Document | Rejected:
-    """A chat as the chat template writes it."""
+def _written(document: Document, source: SourceConfig, tokenizer: Tokenizer) -> list[Document] | Rejected:
+    """The documents of a chat, as the chat template writes it."""
     from jinja2 import TemplateError  # comes with torch, which only chats need here
 
     try:
-        pieces = chat_pieces(tokenizer, document.messages, source.answers == "last")
+        found = chat_documents(tokenizer, document.messages, source.answers == "last")
     except (TemplateError, ValueError, TypeError) as error:
         where, what = one_line(f"{document.file}, row {document.row}"), " ".join(str(error).split())
         return Rejected(
             f"{where}, column {source.messages_column!r}",
             f"the chat cannot be written ({what})",
-            "repair or remove the row, or set answers=last for a template that writes earlier answers in another way",
+            "repair or remove the row, or write the prompts yourself (format=prompt-completion)",
         )
-    return replace(document, text="".join(text for text, _ in pieces), pieces=tuple(pieces))
+    texts = ["".join(text for text, _ in pieces) for pieces in found]
+    opening = texts[0] if len(texts) > 1 else ""
+    return [replace(document, text=text, pieces=tuple(pieces), opening=opening)
+            for text, pieces in zip(texts, found, strict=True)]  # fmt: skip
 
 
 def _bare(document: Document, tokenizer: Tokenizer) -> np.ndarray:
@@ -370,16 +374,17 @@ def held_out(digest: bytes, fraction: float) -> bool:
     return int.from_bytes(digest[16:24], "big") / 2**64 < fraction
 
 
-def _described(document: Document, tokens: int, digest: bytes, fraction: float) -> tuple:
-    """A row of SCHEMA. digest: by :func:`document_hash`."""
+def _described(document: Document, tokens: int, content: str | np.ndarray, fraction: float) -> tuple:
+    """A row of SCHEMA. content: what :func:`document_hash` hashes. A chat's documents are held out together: the later
+    ones repeat the earlier ones' text."""
     return (
         document.file,
         document.row,
         document.id,
-        digest[:16],
+        document_hash(content)[:16],
         tokens,
         len(document.text),
-        held_out(digest, fraction),
+        held_out(document_hash(document.opening or content), fraction),
     )
 
 

@@ -62,6 +62,7 @@ class Document:
         tokens: for kind=indexed, its ids.
         pieces: for a document with answers, its text in pieces.
         messages: for format=messages, the chat.
+        opening: text of the first document of a chat that takes several.
     """
 
     text: str
@@ -71,6 +72,7 @@ class Document:
     tokens: np.ndarray | None = None
     pieces: tuple[Piece, ...] = ()
     messages: tuple[Message, ...] = ()
+    opening: str = ""
 
 
 def refuse(rejected: Rejected) -> None:

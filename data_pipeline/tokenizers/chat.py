@@ -45,32 +45,37 @@ def chat_text(
     return texts[0]
 
 
-def chat_pieces(tokenizer: Tokenizer, messages: Sequence[Message], last_only: bool = False) -> list[Piece]:
-    """Text of a chat up to its last answer, in pieces: an answer is what the template adds for a message of role
-    assistant behind the beginning of an answer.
+def chat_documents(tokenizer: Tokenizer, messages: Sequence[Message], last_only: bool = False) -> list[list[Piece]]:
+    """Text of a chat up to its last answer, as documents in pieces: an answer is what the template adds for a message
+    of role assistant behind the beginning of an answer.
+
+    A chat is one document, unless the template writes earlier messages in another way once others follow (Qwen3's
+    leaves out their thoughts). Then an answer begins another document, with everything before it as a model reads it
+    there.
 
     Args:
         last_only: make one piece of everything before the last answer.
 
     Raises:
-        ValueError: there is no answer, the template writes none, or it writes earlier messages in another way once
-            others follow.
+        ValueError: there is no answer, or the template writes none, or not behind the beginning of an answer.
         UserError, jinja2.TemplateError: as :func:`chat_text`.
     """
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     if not answers:
         raise ValueError("no message of role assistant")
-    pieces, done = [], ""
+    documents, done = [[]], ""
     for i in answers[-1:] if last_only else answers:
         before = chat_text(tokenizer, messages[:i], answer_next=True)
         after = chat_text(tokenizer, messages[: i + 1])
-        if not before.startswith(done) or not after.startswith(before):
-            raise ValueError("the chat template writes earlier messages in another way once others follow")
-        pieces += [(before[len(done) :], False), (after[len(before) :], True)]
+        if not after.startswith(before):
+            raise ValueError("the chat template writes an answer in another way than it begins one")
+        if not before.startswith(done):
+            documents, done = [*documents, []], ""
+        documents[-1] += [(before[len(done) :], False), (after[len(before) :], True)]
         done = after
-    if not any(text for text, is_answer in pieces if is_answer):
+    if not any(text for document in documents for text, is_answer in document if is_answer):
         raise ValueError("the chat template writes nothing for the assistant")
-    return pieces
+    return documents
 
 
 def message_ids(tokenizer: Tokenizer, message: str, system: str | None = None, first: bool = True) -> list[int]:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 
 from tests.data_pipeline.small_corpus import make_texts
-from tests.helpers.chats import SIZE, byte_tokenizer, said
+from tests.helpers.chats import FORGETFUL, SIZE, byte_tokenizer, said
 from titans_pt.config import Config
 from titans_pt.data_pipeline import TokenFiles
 from titans_pt.data_pipeline.answers import Answers, best_fit
@@ -72,6 +72,20 @@ def test_the_assistants_messages_are_the_answers(given_rows):
     assert told(last)["user:3?$\nassistant:3!$\nuser:more$\nassistant:and 3$\n$"] == ["and 3$"]
 
 
+def test_a_template_that_rewrites_earlier_answers_has_a_document_for_each(given_rows, tmp_path):
+    """The documents of a chat are in one split: the second repeats most of the first."""
+    pytest.importorskip("transformers")
+    config = given_rows((CHATS, {"format": "messages"}))
+    byte_tokenizer(tmp_path / "tokenizer", FORGETFUL)
+    prepare(config)
+    found = told(config)
+    assert found["3?$:3!$$"] == ["3!$"] and found["3?$:$more$:and 3$$"] == ["and 3$"] and len(found) == 60
+    rows = parquet.read_table(TokenFiles.open(config).validation.list_of_documents)["row"].to_pylist()
+    lines = (tmp_path / "rows0.jsonl").read_text().splitlines(keepends=True)
+    begins = np.cumsum([0, *map(len, lines)]).tolist()
+    assert rows and all(rows.count(row) == 1 + begins.index(row) % 2 for row in rows)
+
+
 def test_columns_have_any_names_and_parquet_is_read(given_rows, tmp_path):
     rows = [{"q": row["prompt"], "a": row["completion"], "chat": None} for row in PAIRS]
     parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "pairs.parquet")
@@ -115,7 +129,8 @@ def test_the_files_are_the_same_for_any_number_of_processes(given_rows, tmp_path
      "column 'prompt': holds a list, not text; set prompt_column to the one that holds the prompt"),
     ({"format": "messages"}, {"messages": "a"}, "column 'messages': holds no list of messages"),
     ({"format": "messages"}, {"messages": [{"role": "user", "content": ["a"]}]}, "message 0: its role or its content"),
-    ({"format": "messages"}, {"messages": said("a")}, r"cannot be written \(no message of role assistant\); repair"),
+    ({"format": "messages"}, {"messages": said("a")},
+     r"cannot be written \(no message of role assistant\); repair .* or write the prompts .*format=prompt-completion"),
 ])  # fmt: skip
 def test_rows_that_do_not_fit_are_refused_or_skipped(given_rows, source, row, says):
     pytest.importorskip("transformers")

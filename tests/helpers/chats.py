@@ -7,6 +7,11 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<s>assistant:{% endif %}"
 )
 """Writes <s>ROLE:CONTENT</s> and a line break for each message."""
+FORGETFUL = (
+    "{% for m in messages %}{% if m['role'] == 'assistant' %}:{% endif %}{% if m['role'] == 'user' or loop.last %}"
+    "{{ m['content'] }}{% endif %}</s>{% endfor %}{% if add_generation_prompt %}:{% endif %}"
+)
+"""Leaves out earlier answers, as templates of models that think do with their thoughts."""
 BOS, EOS, SIZE = 256, 257, 258
 
 

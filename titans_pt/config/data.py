@@ -51,8 +51,9 @@ class SourceConfig(Section):
     messages_column: str = "messages"
     """format=messages: column of the chat."""
     answers: Literal["all", "last"] = "all"
-    """format=messages: the messages of role assistant that task=sft trains on. last: the last one of each chat, for a
-    chat template that writes earlier answers in another way (Qwen3's leaves out their thoughts)."""
+    """format=messages: the messages of role assistant that task=sft trains on. all: if the chat template writes earlier
+    answers in another way once messages follow (Qwen3's leaves out their thoughts), each answer is a document, with all
+    messages before it. last: the last one of each chat."""
     separator: str | None = None
     """files: separator of the documents in a .txt file, such as "<|endoftext|>"; "": a file is one document. Null: each
     file in a folder is one document; if ``path`` is a single .txt file, each paragraph (between empty lines) is one."""

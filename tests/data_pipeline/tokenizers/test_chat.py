@@ -2,19 +2,14 @@
 
 import pytest
 
-from tests.helpers.chats import BOS, EOS, TEMPLATE, byte_tokenizer, said
+from tests.helpers.chats import BOS, EOS, FORGETFUL, TEMPLATE, byte_tokenizer, said
 from titans_pt.data_pipeline.tokenizers import encode_pieces, load_tokenizer
-from titans_pt.data_pipeline.tokenizers.chat import chat_pieces, chat_text, spelled_ids
+from titans_pt.data_pipeline.tokenizers.chat import chat_documents, chat_text, spelled_ids
 from titans_pt.errors import UserError
 
 pytest.importorskip("transformers")
 
 CHAT = said("one", "two", "three", "four", "five")
-FORGETFUL = (
-    "{% for m in messages %}{% if m['role'] == 'assistant' %}:{% endif %}{% if m['role'] == 'user' or loop.last %}"
-    "{{ m['content'] }}{% endif %}</s>{% endfor %}{% if add_generation_prompt %}:{% endif %}"
-)
-"""Leaves out earlier answers, as templates of models that think do with their thoughts."""
 
 
 @pytest.fixture
@@ -32,22 +27,28 @@ def test_a_chat_is_written_by_its_template(tokenizer):
 
 
 def test_answers_are_what_the_template_adds_for_the_assistant(tokenizer):
-    pieces = chat_pieces(tokenizer(), CHAT)
+    [pieces] = chat_documents(tokenizer(), CHAT)
     assert [text for text, is_answer in pieces if is_answer] == ["two</s>\n", "four</s>\n"]
     assert "".join(text for text, _ in pieces) == chat_text(tokenizer(), CHAT[:4])  # the last question has no answer
-    first, last = chat_pieces(tokenizer(), CHAT, last_only=True)
+    [(first, last)] = chat_documents(tokenizer(), CHAT, last_only=True)
     assert first == ("".join(text for text, _ in pieces[:3]), False) and last == pieces[3]
 
 
-def test_a_template_that_rewrites_earlier_answers_has_a_last_answer(tokenizer):
-    with pytest.raises(ValueError, match="in another way once others follow"):
-        chat_pieces(tokenizer(FORGETFUL), CHAT)
-    assert chat_pieces(tokenizer(FORGETFUL), CHAT, last_only=True)[1] == ("four</s>", True)
+def test_a_template_that_rewrites_earlier_answers_has_a_document_for_each(tokenizer):
+    found = chat_documents(tokenizer(FORGETFUL), CHAT)
+    assert found == [[("one</s>:", False), ("two</s>", True)], [("one</s>:</s>three</s>:", False), ("four</s>", True)]]
+    assert chat_documents(tokenizer(FORGETFUL), CHAT, last_only=True) == found[1:]
+
+
+def test_chats_without_answers_are_refused(tokenizer):
     with pytest.raises(ValueError, match="no message of role assistant"):
-        chat_pieces(tokenizer(), CHAT[:1])
+        chat_documents(tokenizer(), CHAT[:1])
     silent = "{% for m in messages %}{% if m['role'] == 'user' %}{{ m['content'] }}{% endif %}{% endfor %}"
     with pytest.raises(ValueError, match="writes nothing for the assistant"):
-        chat_pieces(tokenizer(silent), CHAT)
+        chat_documents(tokenizer(silent), CHAT)
+    thinking = TEMPLATE.replace("<s>assistant:", "<s>assistant:<think>")
+    with pytest.raises(ValueError, match="writes an answer in another way than it begins one"):
+        chat_documents(tokenizer(thinking), CHAT)
 
 
 def test_a_tokenizer_without_a_template_is_refused(tokenizer):
@@ -60,7 +61,7 @@ def test_ids_of_a_chat(tokenizer, add_bos):
     """The ids are those of the whole text, its answers from their first byte to their eos. A bos that both template and
     tokenizer put first is there once."""
     found = tokenizer(add_bos=add_bos)
-    pieces = chat_pieces(found, CHAT)
+    [pieces] = chat_documents(found, CHAT)
     ids, answers = encode_pieces(found, pieces, spelled=True)
     whole = [*found.begin, *ids]
     assert whole == found.encode_spelled("".join(text for text, _ in pieces)) and whole[0] == BOS
