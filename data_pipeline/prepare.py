@@ -24,7 +24,7 @@ from pathlib import Path
 
 import numpy as np
 
-from titans_pt.config import Config, DataConfig, TokenizerConfig
+from titans_pt.config import Config, DataConfig
 from titans_pt.data_pipeline import files, sources
 from titans_pt.data_pipeline.files import Rejected
 from titans_pt.data_pipeline.indexed import IndexedDataset
@@ -130,12 +130,11 @@ def prepare(config: Config, force: bool = False, shard: tuple[int, int] | None =
             old["fingerprint"] = fingerprint
             with contextlib.suppress(OSError):  # a read-only folder: the next call compares again
                 write_atomically(folder / MANIFEST, lambda path: write_json(path, seal(old)))
-        same, other_ends = old.get("fingerprint") == fingerprint, ""
+        same, other_names = old.get("fingerprint") == fingerprint, None
         if same:
             refuse_damage(folder, damage(folder, old, read=False))
-            now, then = (_ends(config.data.tokenizer, path) for path in (None, saved_tokenizer(folder)))
-            other_ends = f"{then}, now {now}" if now != then else ""
-        if same and not other_ends:
+            other_names = _other_names(config.data, saved_tokenizer(folder))
+        if same and not other_names:
             _check_lossy(old, config)
             _check_rejected(old, config, folder)
             print(f"{one_line(str(folder))}: token files are up to date, nothing to do", file=sys.stderr)
@@ -146,8 +145,8 @@ def prepare(config: Config, force: bool = False, shard: tuple[int, int] | None =
         what = changed_setting(old, config)
         if what is None and old["format"] != FORMAT:
             what = f"file format {old['format']}, this version writes {FORMAT}"
-        elif what is None and other_ends:
-            what = f"data.tokenizer.path: documents begin or end with {other_ends}"
+        elif what is None and other_names:
+            what = f"data.tokenizer.path: {other_names}"
         elif what is None:
             given = config.data.tokenizer
             kept = not given.path or load_tokenizer(given.path, given.eos_token).sha256 == old["tokenizer_sha256"]
@@ -164,7 +163,7 @@ def prepare(config: Config, force: bool = False, shard: tuple[int, int] | None =
         folder.mkdir(parents=True, exist_ok=True)
         with _locked(folder, exclusive=shard is None):
             # Named by its inputs: parts begun with other settings or text are never mistaken for ours.
-            inputs = f"{PARTS} {fingerprint}{_ends(config.data.tokenizer)}"
+            inputs = f"{PARTS} {fingerprint}{''.join(_names(config.data))}"
             build = folder / _BUILD / hashlib.sha256(inputs.encode()).hexdigest()[:16]
             build.mkdir(parents=True, exist_ok=True)
             try:
@@ -292,15 +291,24 @@ def _fingerprints(config: Config, cached: bool = False, settings: dict | None = 
     return both[0], both[1]
 
 
-def _ends(given: TokenizerConfig, saved: Path | None = None) -> str:
-    """The pieces that begin and end a document by a tokenizer.json, or by its copy ``saved``; empty for other kinds.
-
-    tokenizer_config.json next to it names them, whose changes the tokenizer's checksum misses.
-    """
+def _names(data: DataConfig, saved: Path | None = None) -> tuple[str, str]:
+    """Pieces that begin and end a document, and the template of chats if there are chats; "" for other tokenizers than a
+    tokenizer.json, or its copy ``saved``. Files next to it hold them, which its checksum does not cover."""
+    given = data.tokenizer
     if not (given.path or "").endswith(".json"):
-        return ""
+        return "", ""
     tokenizer = load_tokenizer(saved or given.path, given.eos_token, given.add_bos)
-    return " and ".join(repr(tokenizer.names[i]) for i in (*tokenizer.begin, tokenizer.eos_id))
+    ends = " and ".join(repr(tokenizer.names[i]) for i in (*tokenizer.begin, tokenizer.eos_id))
+    chats = any(source.format == "messages" for source in data.every_source)
+    return ends, (tokenizer.chat_template or "") if chats else ""
+
+
+def _other_names(data: DataConfig, saved: Path) -> str:
+    """How :func:`_names` differ from those with which token files were made; empty if they do not."""
+    (ends, template), (old_ends, old_template) = _names(data), _names(data, saved)
+    if ends != old_ends:
+        return f"documents begin or end with {old_ends}, now {ends}"
+    return "its chat template has changed" if template != old_template else ""
 
 
 def _only_touched(manifest: dict, config: Config, text: str) -> bool:

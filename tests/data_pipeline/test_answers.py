@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 
 from tests.data_pipeline.small_corpus import make_texts
-from tests.helpers.chats import FORGETFUL, SIZE, byte_tokenizer, said
+from tests.helpers.chats import FORGETFUL, SIZE, TEMPLATE, byte_tokenizer, said
 from titans_pt.config import Config
 from titans_pt.data_pipeline import TokenFiles
 from titans_pt.data_pipeline.answers import Answers, best_fit
@@ -84,6 +84,26 @@ def test_a_template_that_rewrites_earlier_answers_has_a_document_for_each(given_
     lines = (tmp_path / "rows0.jsonl").read_text().splitlines(keepends=True)
     begins = np.cumsum([0, *map(len, lines)]).tolist()
     assert rows and all(rows.count(row) == 1 + begins.index(row) % 2 for row in rows)
+
+
+def test_another_chat_template_makes_other_token_files(given_rows, tmp_path, capsys):
+    """The checksum of tokenizer.json does not cover the template, which stands in a file next to it."""
+    pytest.importorskip("transformers")
+    chats, pairs = given_rows((CHATS, {"format": "messages"})), (PAIRS, {"format": "prompt-completion"})
+    prepare(chats)
+    template = tmp_path / "tokenizer" / "chat_template.jinja"
+    template.write_text(TEMPLATE)
+    prepare(chats)
+    assert "up to date" in capsys.readouterr().err
+    template.write_text(FORGETFUL)
+    with pytest.raises(UserError, match=r"\(data.tokenizer.path: its chat template has changed\); .* --force"):
+        prepare(chats)
+    prepare(chats, force=True)
+    assert "3?$:3!$$" in told(chats)
+    prepare(without := given_rows(pairs), force=True)
+    template.write_text(TEMPLATE)
+    prepare(without)
+    assert "up to date" in capsys.readouterr().err
 
 
 def test_columns_have_any_names_and_parquet_is_read(given_rows, tmp_path):
