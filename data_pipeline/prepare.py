@@ -292,8 +292,9 @@ def _fingerprints(config: Config, cached: bool = False, settings: dict | None = 
 
 
 def _names(data: DataConfig, saved: Path | None = None) -> tuple[str, str]:
-    """Pieces that begin and end a document, and the template of chats if there are chats; "" for other tokenizers than a
-    tokenizer.json, or its copy ``saved``. Files next to it hold them, which its checksum does not cover."""
+    """Pieces that begin and end a document, and the template of chats if there are chats. Both are "" unless the
+    tokenizer is a tokenizer.json, or its copy ``saved``: files next to it hold them, which its checksum does not cover.
+    """
     given = data.tokenizer
     if not (given.path or "").endswith(".json"):
         return "", ""
