@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from itertools import combinations
@@ -202,6 +202,22 @@ def filters() -> list[str]:
     return text
 
 
+def states_compared() -> list[str]:
+    """Models with their own states, with smaller and with larger ones, the best first: nats to the LMM on the same
+    seeds."""
+    _, runs, rows = found("states")
+    run_of = {(run.model, run.variant): run for run in runs}
+    whole = next(row for row in rows if row[0].row.key == "lmm")
+    text = []
+    for row in lowest_first(rows):
+        run = run_of[row[0].row.model, row[0].row.variant]
+        own = "" if row is whole else "own"
+        near, far = (on_same_seeds({"": whole[n], own: row[n]})[own] for n in (0, 1))
+        shown = ", ".join(map(str, row[0].ours.by_seed)), told(row[0]), near, told(row[1]), far
+        text.append(line(row[0].row.name, f"{state_of(run):,}", f"{run.cost.flops / 1e13:.1f}", *shown))
+    return text
+
+
 def scaled() -> list[str]:
     """Models with more tokens or parameters beside the same models without, the best of each group first; nats behind
     the group's best, on the seeds that both have."""
@@ -281,16 +297,18 @@ def ideas_recalled() -> list[str]:
     return lines_of_recall(of_rows("recall", target_study("ideas", "tiny").rows))
 
 
+def first_at_95(record: dict) -> str:
+    """The first step with 95 % of the validation samples right."""
+    batch = record["config"]["train"]["batch_tokens"]
+    reached = (n // batch for n, share in record["trained"]["figures"]["accuracy"] if share >= 0.95)
+    return f"{step:,}" if (step := next(reached, None)) else "-"
+
+
 def lines_of_recall(rows: dict[str, list[dict]]) -> list[str]:
     lines = []
     for name, seeds in rows.items():
         each = [100 * record["measured"]["recall"]["mean"] for record in seeds]
-        steps, first = [], []
-        for record in seeds:
-            batch = record["config"]["train"]["batch_tokens"]
-            steps.append(f"{record['trained']['steps']:,}")
-            reached = (n // batch for n, share in record["trained"]["figures"]["accuracy"] if share >= 0.95)
-            first.append(f"{step:,}" if (step := next(reached, None)) else "-")
+        steps, first = [f"{record['trained']['steps']:,}" for record in seeds], map(first_at_95, seeds)
         most = seeds[0]["config"]["train"]["max_steps"]
         shown = line(
             name, ", ".join(str(record["seed"]) for record in seeds), spanned(each), ", ".join(first),
@@ -317,22 +335,37 @@ def on_equal_terms() -> list[str]:
     return lines_of_needles(of_rows("needles", map(Row, models)) | changed, (2048, 16384, 65536, 1048576))
 
 
+def at_rates(folder: str) -> Iterator[tuple[str, dict, str, str]]:
+    """Seed 0 of models that were trained at several rates: name, record, rate and validation loss, rate by rate. The
+    model's best rate is in bold; a star marks the earlier trainer, whose records have no loss."""
+    for name, records in of_rows(folder, map(Row, MODELS), rates=True).items():
+        first = sorted(
+            (record for record in records if record["seed"] == 0), key=lambda record: record["trained"]["lr"]
+        )
+        losses = [record["trained"]["validation_loss"] for record in first]
+        known = [loss for loss in losses if loss is not None]
+        for record, loss in zip(first, losses, strict=True) if len(first) > 1 else ():
+            rate = f"{record['trained']['lr']:g}" + ("" if "crc32" in record else r"\*")
+            best = len(known) > 1 and loss == min(known)
+            yield name, record, f"**{rate}**" if best else rate, "-" if loss is None else f"{loss:.4f}"
+
+
 def found_at_rates() -> list[str]:
-    """Seed 0 of models that were trained at several rates: a line for each rate, the model's best one in bold; a star
-    marks the earlier trainer, whose records have no loss."""
+    """A line for each rate."""
     lines = []
-    for name, records in of_rows("needles", map(Row, MODELS), rates=True).items():
-        first = [record for record in records if record["seed"] == 0]
-        losses = {id(record): loss for record in first if (loss := record["trained"]["validation_loss"]) is not None}
-        best = min(losses, key=losses.__getitem__) if len(losses) > 1 else None
-        for record in sorted(first, key=lambda record: record["trained"]["lr"]) if len(first) > 1 else ():
-            at = {cell["length"]: f"{100 * cell['mean']:.1f}" for row in needles_asked(record)
-                  for cell in row["by_length"]}  # fmt: skip
-            rate, loss = f"{record['trained']['lr']:g}", losses.get(id(record))
-            cells = (at.get(length, "-") for length in (2048, 16384, 65536, 1048576))
-            shown = (f"**{rate}**" if id(record) == best else rate) + ("" if "crc32" in record else r"\*")
-            lines.append(line(name, shown, "-" if loss is None else f"{loss:.4f}", *cells))
+    for name, record, rate, loss in at_rates("needles"):
+        at = {cell["length"]: f"{100 * cell['mean']:.1f}" for row in needles_asked(record) for cell in row["by_length"]}
+        lines.append(line(name, rate, loss, *(at.get(length, "-") for length in (2048, 16384, 65536, 1048576))))
     return lines
+
+
+def recalled_at_rates() -> list[str]:
+    """A line for each rate."""
+    return [
+        line(name, rate, loss, f"{100 * record['measured']['recall']['mean']:.1f}",
+             first_at_95(record), f"{record['trained']['steps']:,}")
+        for name, record, rate, loss in at_rates("recall")
+    ]  # fmt: skip
 
 
 def lines_of_needles(rows: dict[str, list[dict]], lengths: Sequence[int]) -> list[str]:

@@ -18,7 +18,7 @@ def _list_of(number: Checked, allowed: str) -> Checked:
 @click.argument(
     "target", metavar="TARGET",
     help="table1, table2, table3, table4, table5, figure7, figure8, figure9, babilong, chunks, filters, ideas, recall, "
-    "needles, scaling, states or statetracking",
+    "needles, ruler, scaling, states or statetracking",
 )  # fmt: skip
 @overrides("settings for every run, e.g. data.dir=/fast/fineweb", option="--models")
 @click.option(

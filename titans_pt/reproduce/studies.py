@@ -10,6 +10,7 @@ from titans_pt.reproduce.dna import table4
 from titans_pt.reproduce.forecast import table3
 from titans_pt.reproduce.ideas import ideas
 from titans_pt.reproduce.measures import CHUNKS, NEEDLES, TRAINING, Measure
+from titans_pt.reproduce.ruler import ruler
 from titans_pt.reproduce.state_tracking import state_tracking
 from titans_pt.reproduce.study import MODELS, TITANS, Column, Row, Study
 from titans_pt.reproduce.timing import SPEED, speed_at
@@ -308,7 +309,7 @@ def _tiny(*names: str) -> tuple[Measure, ...]:
     return _measures("tiny", *names)
 
 
-SMALL = ("ideas", "scaling", "filters", "states", "recall", "needles", "statetracking")
+SMALL = ("ideas", "scaling", "filters", "states", "recall", "needles", "ruler", "statetracking")
 """Studies that exist only at the size tiny."""
 OF_THEIR_OWN = ("table3", "table4")
 """Studies whose large size is called paper."""
@@ -317,5 +318,5 @@ TARGETS = {
     "figure8": _figure8,
     "figure9": _figure9, "babilong": _babilong, "chunks": _chunks, "ideas": _ideas, "scaling": _scaling,
     "filters": _filters, "states": _states, "recall": _recall,
-    "needles": _needles, "statetracking": state_tracking,
+    "needles": _needles, "ruler": ruler, "statetracking": state_tracking,
 }  # fmt: skip

@@ -22,6 +22,7 @@ from titans_pt.reproduce.order import Order, chosen, runs_of
 from titans_pt.reproduce.published import FILE, published
 from titans_pt.reproduce.records import Records, decisive
 from titans_pt.reproduce.reproduce import plan, show_plan, submit, with_others
+from titans_pt.reproduce.ruler import STAGES
 from titans_pt.reproduce.runs import in_order
 from titans_pt.reproduce.studies import LEADING, OF_THEIR_OWN, SIZES, SMALL, TARGETS, study
 from titans_pt.reproduce.study import MODELS, VARIANTS, Row
@@ -142,6 +143,21 @@ def test_smaller_and_larger_states_at_equal_parameters():
         base, run = found[model, ""], found[model, variant]
         assert memory(run) == ratio * memory(base) and run.choice == base.choice
         assert run.cost.parameters == pytest.approx(base.cost.parameters, rel=0.005)
+
+
+def test_each_stage_of_rulers_needles_starts_from_the_one_before():
+    found = {(run.model, run.variant): run for run in runs("ruler")}
+    assert {variant for _, variant in found} == set(STAGES)
+    for model in {model for model, _ in found}:
+        first, second, third = stages = [found[model, stage] for stage in STAGES]
+        assert [run.before for run in stages] == [(), (first,), (second,)]
+        starts = [run.config.train.init_from for run in stages]
+        assert starts == [None, first.config.run.dir, second.config.run.dir]
+        assert first.config.model == second.config.model == third.config.model
+        assert first.config.data != second.config.data == third.config.data
+        assert first.cost.parameters == pytest.approx(found["lmm", "stage-1"].cost.parameters, rel=0.002)
+        far = [] if model == "transformer" else ["long", "far"]
+        assert [measure.name for measure in third.measures] == ["near", *far]
 
 
 def test_a_probe_has_a_tenth_of_the_tokens_and_its_own_schedule():
