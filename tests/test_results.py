@@ -28,7 +28,7 @@ from titans_pt.reproduce.reproduce import plan, planned
 from titans_pt.reproduce.runs import Run
 from titans_pt.reproduce.studies import EQUAL_TERMS
 from titans_pt.reproduce.studies import study as target_study
-from titans_pt.reproduce.study import CHANGES, MODELS, NAMES, Column, Row, Study
+from titans_pt.reproduce.study import CHANGES, MODELS, NAMES, TITANS, Column, Row, Study
 from titans_pt.reproduce.tables import Cell, behind, cells, kept_of, number, rates
 from titans_pt.tools.statistics import standard_error
 
@@ -195,7 +195,7 @@ def filters() -> list[str]:
     text = []
     for row in rows:
         model, other = row[0].row.model, row[0].row.variant
-        shown = ["identity" if (model == "lmm") != bool(other) else "random"]
+        shown = ["identity" if (model in TITANS) != bool(other) else "random"]
         for plain, cell in zip(own[model][:2], row[:2], strict=True):
             shown += [told(cell), on_same_seeds({"": plain} | ({other: cell} if other else {}))[other]]
         text.append(line(NAMES[model], *shown))

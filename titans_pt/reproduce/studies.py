@@ -237,7 +237,7 @@ def _scaling(size: str) -> Study:
 
 
 def _filters(size: str) -> Study:
-    others = "lmm/value-random", "mamba2/value-identity", "gated_deltanet/value-identity"
+    others = "lmm/value-random", "mac/value-random", "mamba2/value-identity", "gated_deltanet/value-identity"
     rows = tuple(Row(*key.split("/")) for other in others for key in (other.partition("/")[0], other))
     note = "Titans' convolutions of values start as the identity, the others' at random: each with the other's start."
     return Study("filters", "Start of the values' convolutions", size, rows, _text_columns(), _tiny("text", "long"),
