@@ -922,6 +922,7 @@ PAGES = {
         "| on equal terms | parameters |": on_equal_terms,
         "| needles at other rates | learning rate |": found_at_rates,
         "| model | seeds | accuracy (%) |": recalled,
+        "| recall at other rates |": recalled_at_rates,
     },
     EVALUATION: {
         "| model | task | 4,096 |": stories,
