@@ -910,6 +910,7 @@ PAGES = {
         "| with more tokens |": scaled,
         "| LMM | seeds |": ablations,
         "| values' filters start |": filters,
+        "| sizes of the state |": states_compared,
         "| later idea |": later_ideas,
         "| on recall |": ideas_recalled,
         "| on needles |": ideas_in_noise,
