@@ -421,6 +421,9 @@ def answer_nats(rows: list[dict]) -> float:
 RULER_LENGTHS = (2048, 2053, 16384, 16389, 131072, 131077, 1048576)
 
 
+RULER_TASKS = ("niah_single_1", "niah_single_2")
+
+
 def needles_in_text() -> list[str]:
     lines = []
     for task, hay in (("niah_single_1", "noise"), ("niah_single_2", "essays")):
@@ -464,6 +467,36 @@ def stages_of_ruler() -> list[str]:
             for lengths in (RULER_LENGTHS[:2], RULER_LENGTHS[2:4])
         )
         lines.append(line(name, f"{minutes}", *cells))
+    return lines
+
+
+def first_stage_compared() -> list[str]:
+    """A line for each model after the first stage: needles found, of those asked for, and nats per token of the answer.
+    The LMM's answers are those of the other tables."""
+    asked = {
+        "LMM": {
+            task: [
+                {"length": n, "n": len(rows), "mean": sum(row["score"] for row in rows) / len(rows),
+                 "answer_nll": answer_nats(rows)}
+                for n in RULER_LENGTHS[:4] if (rows := of_ruler("1", [None], task, [n]))
+            ]
+            for task in RULER_TASKS
+        }
+    }  # fmt: skip
+    first = [row for row in target_study("ruler", "tiny").rows if row.variant == "stage-1" and row.model != "lmm"]
+    for (record,) in of_rows("ruler", first).values():
+        tasks = record["measured"]["near"]["tasks"]
+        asked[Row(record["model"]).name] = {task: tasks[task]["by_length"] for task in RULER_TASKS}
+    lines = []
+    for name, of_task in asked.items():
+        cells = []
+        for task in RULER_TASKS:
+            for lengths in (RULER_LENGTHS[:2], RULER_LENGTHS[2:4]):
+                found = [cell for cell in of_task[task] if cell["length"] in lengths]
+                n = sum(cell["n"] for cell in found)
+                right, nats = (sum(cell["n"] * cell[key] for cell in found) for key in ("mean", "answer_nll"))
+                cells.append(f"{right:.0f} of {n} ({nats / n:.2f})" if n else "-")
+        lines.append(line(name, *cells))
     return lines
 
 
