@@ -963,6 +963,7 @@ PAGES = {
         "| task | 2,048 (20) |": needles_in_text,
         "| model | memory |": needles_with_states,
         "| training | minutes |": stages_of_ruler,
+        "| after the first stage |": first_stage_compared,
     },
     DNA: OF_DNA,
     FORECASTING: {"| model | seeds | test MSE |": forecasts},
