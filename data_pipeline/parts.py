@@ -212,8 +212,8 @@ def write_part(job: Job, index: int, part: Part, report: Report) -> None:
                 if sketches:
                     sketches.write(sketch(encoded).tobytes())
                 for document, ids, own in zip(batch, encoded, answers, strict=True):
-                    content = ids[bare] if by_ids else document.text
-                    row = _described(document, len(ids), content, fraction)
+                    digest = document_hash(ids[bare] if by_ids else document.text)
+                    row = _described(document, len(ids), digest, fraction)
                     writer.add((*row, own) if job.data.marks_answers else row)
                 report(len(batch), sum(map(len, encoded)), 0, 0)
             writer.flush()
@@ -374,17 +374,17 @@ def held_out(digest: bytes, fraction: float) -> bool:
     return int.from_bytes(digest[16:24], "big") / 2**64 < fraction
 
 
-def _described(document: Document, tokens: int, content: str | np.ndarray, fraction: float) -> tuple:
-    """A row of SCHEMA. content: what :func:`document_hash` hashes. A chat's documents are held out together: the later
-    ones repeat the earlier ones' text."""
+def _described(document: Document, tokens: int, digest: bytes, fraction: float) -> tuple:
+    """A row of SCHEMA. digest: by :func:`document_hash`. A chat's documents are held out together: the later ones
+    repeat the text of the earlier ones."""
     return (
         document.file,
         document.row,
         document.id,
-        document_hash(content)[:16],
+        digest[:16],
         tokens,
         len(document.text),
-        held_out(document_hash(document.opening or content), fraction),
+        held_out(document_hash(document.opening) if document.opening else digest, fraction),
     )
 
 

@@ -73,9 +73,10 @@ def chat_documents(tokenizer: Tokenizer, messages: Sequence[Message], last_only:
             documents, done = [*documents, []], ""
         documents[-1] += [(before[len(done) :], False), (after[len(before) :], True)]
         done = after
-    if not any(text for document in documents for text, is_answer in document if is_answer):
+    trained = [document for document in documents if any(text for text, is_answer in document if is_answer)]
+    if not trained:
         raise ValueError("the chat template writes nothing for the assistant")
-    return documents
+    return trained
 
 
 def message_ids(tokenizer: Tokenizer, message: str, system: str | None = None, first: bool = True) -> list[int]:

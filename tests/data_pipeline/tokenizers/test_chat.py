@@ -38,6 +38,11 @@ def test_a_template_that_rewrites_earlier_answers_has_a_document_for_each(tokeni
     found = chat_documents(tokenizer(FORGETFUL), CHAT)
     assert found == [[("one</s>:", False), ("two</s>", True)], [("one</s>:</s>three</s>:", False), ("four</s>", True)]]
     assert chat_documents(tokenizer(FORGETFUL), CHAT, last_only=True) == found[1:]
+    silent_at_first = FORGETFUL.replace("</s>{% endfor %}", "{% if loop.length > 2 %}</s>{% endif %}{% endfor %}")
+    without = said("one", "", "three", "four")
+    assert chat_documents(tokenizer(silent_at_first), without) == [
+        [("one</s>:</s>three</s>:", False), ("four</s>", True)]
+    ]
 
 
 def test_chats_without_answers_are_refused(tokenizer):
