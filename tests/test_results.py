@@ -20,7 +20,7 @@ from titans_pt.layers.state import state_bytes
 from titans_pt.models import build_model
 from titans_pt.reproduce import pictures
 from titans_pt.reproduce.figures import Apart, BetweenSeeds, Pooled, apart, of_models_and_seeds, pool
-from titans_pt.reproduce.measures import text_loss
+from titans_pt.reproduce.measures import NEEDLES, text_loss
 from titans_pt.reproduce.order import Order
 from titans_pt.reproduce.pictures import Picture, Seeds, by_row, needles_asked
 from titans_pt.reproduce.records import Records
@@ -421,9 +421,6 @@ def answer_nats(rows: list[dict]) -> float:
 RULER_LENGTHS = (2048, 2053, 16384, 16389, 131072, 131077, 1048576)
 
 
-RULER_TASKS = ("niah_single_1", "niah_single_2")
-
-
 def needles_in_text() -> list[str]:
     lines = []
     for task, hay in (("niah_single_1", "noise"), ("niah_single_2", "essays")):
@@ -473,26 +470,23 @@ def stages_of_ruler() -> list[str]:
 def first_stage_compared() -> list[str]:
     """A line for each model after the first stage: needles found, of those asked for, and nats per token of the answer.
     The LMM's answers are those of the other tables."""
+    tasks, lengths = NEEDLES[:2], RULER_LENGTHS[:4]
     asked = {
-        "LMM": {
-            task: [
-                {"length": n, "n": len(rows), "mean": sum(row["score"] for row in rows) / len(rows),
-                 "answer_nll": answer_nats(rows)}
-                for n in RULER_LENGTHS[:4] if (rows := of_ruler("1", [None], task, [n]))
-            ]
-            for task in RULER_TASKS
+        NAMES["lmm"]: {
+            task: [row | {"n": 1, "mean": row["score"]} for row in of_ruler("1", [None], task, lengths)]
+            for task in tasks
         }
-    }  # fmt: skip
+    }
     first = [row for row in target_study("ruler", "tiny").rows if row.variant == "stage-1" and row.model != "lmm"]
-    for (record,) in of_rows("ruler", first).values():
-        tasks = record["measured"]["near"]["tasks"]
-        asked[Row(record["model"]).name] = {task: tasks[task]["by_length"] for task in RULER_TASKS}
+    for record, *_ in of_rows("ruler", first).values():
+        of_task = record["measured"]["near"]["tasks"]
+        asked[NAMES[record["model"]]] = {task: of_task[task]["by_length"] for task in tasks}
     lines = []
     for name, of_task in asked.items():
         cells = []
-        for task in RULER_TASKS:
-            for lengths in (RULER_LENGTHS[:2], RULER_LENGTHS[2:4]):
-                found = [cell for cell in of_task[task] if cell["length"] in lengths]
+        for task in tasks:
+            for pair in (lengths[:2], lengths[2:]):
+                found = [cell for cell in of_task[task] if cell["length"] in pair]
                 n = sum(cell["n"] for cell in found)
                 right, nats = (sum(cell["n"] * cell[key] for cell in found) for key in ("mean", "answer_nll"))
                 cells.append(f"{right:.0f} of {n} ({nats / n:.2f})" if n else "-")

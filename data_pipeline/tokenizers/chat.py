@@ -70,7 +70,8 @@ def chat_documents(tokenizer: Tokenizer, messages: Sequence[Message], last_only:
         if not after.startswith(before):
             raise ValueError("the chat template writes an answer in another way than it begins one")
         if not before.startswith(done):
-            documents, done = [*documents, []], ""
+            documents.append([])
+            done = ""
         documents[-1] += [(before[len(done) :], False), (after[len(before) :], True)]
         done = after
     trained = [document for document in documents if any(text for text, is_answer in document if is_answer)]
