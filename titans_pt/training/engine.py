@@ -4,7 +4,8 @@ This is the only file that knows DeepSpeed. Only a few short methods use DeepSpe
 
 - _flat_masters, _create_optimizer_state and _set_adam_step restore the state of torch's optimizer;
 - _own, _fragment and _put read and write a rank's part of that state;
-- _one_optimizer_for_all_stages sums gradients in fp32.
+- _one_optimizer_for_all_stages sums gradients in fp32;
+- _linear_of_zero keeps DeepSpeed's F.linear out of the rest of the process.
 """
 
 import contextlib
@@ -15,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titans_pt.config import Config, TrainConfig
@@ -196,7 +198,8 @@ class Engine:
         # bf16 training casts the module before DeepSpeed copies its fp32 masters from it: keep the exact weights.
         weights = {name: p.detach().cpu().clone() for name, p in model.named_parameters()}
         optimizer = adamw(model, config.train, ranks.device)
-        with _one_optimizer_for_all_stages():
+        self._linear = F.linear
+        with _one_optimizer_for_all_stages(), self._linear_of_zero():
             self._engine, *_ = deepspeed.initialize(
                 model=objective,
                 optimizer=optimizer,
@@ -204,6 +207,7 @@ class Engine:
                 mpu=ModelParallelUnit(self.topology),
                 dist_init_required=False,
             )
+            self._linear = F.linear
         parameters: list[tuple[str, Any]] = list(self.model.named_parameters())
         self._trainable = [(name, p) for name, p in parameters if p.requires_grad]
         # The module's own parameters are exact unless they are bf16, or only a shard of them is here.
@@ -240,16 +244,17 @@ class Engine:
         Returns:
             The micro-batch's mean loss, a detached fp32 scalar on the device.
         """
-        loss = self._engine(*batch)
-        if not loss.requires_grad:
-            raise UserError(f"train.trainable: given {self._patterns}; the loss depends on none of these parameters; "
-                            "name others, or leave it out to train all")  # fmt: skip
-        done("forward")
-        refused = refuse is not None and refuse(loss.detach())
-        self._engine.backward(loss * math.nan if refused else loss)
-        done("backward")
-        self._engine.step()
-        done("update")
+        with self._linear_of_zero():
+            loss = self._engine(*batch)
+            if not loss.requires_grad:
+                raise UserError(f"train.trainable: given {self._patterns}; the loss depends on none of these "
+                                "parameters; name others, or leave it out to train all")  # fmt: skip
+            done("forward")
+            refused = refuse is not None and refuse(loss.detach())
+            self._engine.backward(loss * math.nan if refused else loss)
+            done("backward")
+            self._engine.step()
+            done("update")
         return loss.detach()
 
     def update_applied(self) -> bool:
@@ -274,11 +279,25 @@ class Engine:
         count = 0.0
         for batch, weight in batches:
             samples = float(weight.sum())
-            for name, figure in self._engine(*batch, weight=weight).items():
+            with self._linear_of_zero():
+                figures = self._engine(*batch, weight=weight)
+            for name, figure in figures.items():
                 totals[name] = totals.get(name, 0.0) + float(figure) * samples
             count += samples
         self._engine.train()
         return totals, count
+
+    @contextlib.contextmanager
+    def _linear_of_zero(self) -> Iterator[None]:
+        """Context in which F.linear is what DeepSpeed made of it: under ZeRO 3 one that keeps no gathered weights.
+
+        DeepSpeed replaces it for good, and with it the plans, models and gradients of the rest of the process.
+        """
+        plain, F.linear = F.linear, self._linear
+        try:
+            yield
+        finally:
+            F.linear = plain
 
     # ---- state: one tensor at a time, whole, fp32, by plain parameter name
 

@@ -2,6 +2,7 @@ import sys
 
 import pytest
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import nn
 
@@ -216,3 +217,13 @@ def test_micro_batches_are_summed_in_fp32_and_steps_that_are_not_finite_are_skip
     for key, tensor in moments().items():
         torch.testing.assert_close(tensor, after[key], rtol=0, atol=0)
     assert engine.adam_step() == 1
+
+
+def test_deepspeeds_linear_under_zero_3_stays_inside_the_engines_steps(tiny, ranks):
+    """Its linear layers keep no gathered weights; DeepSpeed would leave them to the rest of the process."""
+    plain, seen = F.linear, []
+    task = task_of(load_config(tiny(parallel={"zero_stage": 3}, model={"mixers": ["lmm"]})))
+    engine = Engine(task, task.build_model(), ranks)
+    batch = next(iter(Loader(task.open().train, 1, 0, 1, 1).batches(0)))
+    engine.micro_step(task.to_device(batch, ranks.device), lambda _part: seen.append(F.linear is plain))
+    assert seen == [False] * 3 and F.linear is plain
