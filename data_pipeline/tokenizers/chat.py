@@ -1,5 +1,6 @@
 """Chats as text, by a tokenizer's chat template."""
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -68,7 +69,9 @@ def chat_documents(tokenizer: Tokenizer, messages: Sequence[Message], last_only:
         before = chat_text(tokenizer, messages[:i], answer_next=True)
         after = chat_text(tokenizer, messages[: i + 1])
         if not after.startswith(before):
-            raise ValueError("the chat template writes an answer in another way than it begins one")
+            alike = len(os.path.commonprefix([before, after]))
+            raise ValueError(f"the chat template begins an answer with ...{before[alike:]!r}, which it then leaves out; "
+                             "take this out of the template (docs/finetuning.md)")  # fmt: skip
         if not before.startswith(done):
             documents.append([])
             done = ""

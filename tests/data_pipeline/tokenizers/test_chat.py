@@ -52,7 +52,7 @@ def test_chats_without_answers_are_refused(tokenizer):
     with pytest.raises(ValueError, match="writes nothing for the assistant"):
         chat_documents(tokenizer(silent), CHAT)
     thinking = TEMPLATE.replace("<s>assistant:", "<s>assistant:<think>")
-    with pytest.raises(ValueError, match="writes an answer in another way than it begins one"):
+    with pytest.raises(ValueError, match="begins an answer with ...'<think>', which it then leaves out; take this out"):
         chat_documents(tokenizer(thinking), CHAT)
 
 
