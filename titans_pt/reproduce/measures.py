@@ -3,7 +3,7 @@
 import contextlib
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -89,6 +89,12 @@ class Measure:
         told = [f"evaluation.{key}={json.dumps(value)}" for key, value in evaluation.items()]
         found = runner.evaluate(run, told, suite=self.suite)[self.suite]
         return about | found | ({"asked": _all_asked(before, found)} if "asked" in found else {})
+
+
+def of_lengths(name: str, suite: str, lengths: Sequence[int], samples: int, *words: str, far: bool = False) -> Measure:
+    """Measure of ``samples`` per task and length by a suite that asks questions in texts of these lengths."""
+    asked = f"lengths=[{','.join(map(str, lengths))}]", f"samples={samples}", *words
+    return Measure(name, suite, tuple(f"evaluation.{suite}.{word}" for word in asked), far=far)
 
 
 def _filled(was: Any, usual: Any) -> Any:

@@ -1,7 +1,7 @@
 """RULER's needles in text, small: models that learn them from the answers alone, in three stages."""
 
 from titans_pt.reproduce import measures, pictures
-from titans_pt.reproduce.measures import NEEDLES, Measure
+from titans_pt.reproduce.measures import NEEDLES, of_lengths
 from titans_pt.reproduce.study import Column, Row, Study
 
 MODELS = ("lmm", "ttt_mlp", "gated_deltanet", "mamba2", "transformer")
@@ -36,14 +36,9 @@ def ruler(size: str) -> Study:
     )
     tasks = NEEDLES[:2]
     taken = tuple(
-        Measure(
-            name, "needle",
-            (f"evaluation.needle.tasks=[{','.join(tasks)}]", f"evaluation.needle.lengths={list(lengths)}",
-             f"evaluation.needle.samples={samples}"),
-            far=name != "near",
-        )
+        of_lengths(name, "needle", lengths, samples, f"tasks=[{','.join(tasks)}]", far=name != "near")
         for name, (lengths, samples) in _ASKED.items()
-    )  # fmt: skip
+    )
     columns = tuple(
         Column(f"{where}, {length:,}", name, measures.question(task, length))
         for task, where in zip(tasks, ("noise", "essays"), strict=True)

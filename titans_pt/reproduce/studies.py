@@ -9,7 +9,7 @@ from titans_pt.reproduce import measures, pictures
 from titans_pt.reproduce.dna import table4
 from titans_pt.reproduce.forecast import table3
 from titans_pt.reproduce.ideas import ideas
-from titans_pt.reproduce.measures import CHUNKS, NEEDLES, TRAINING, Measure
+from titans_pt.reproduce.measures import CHUNKS, NEEDLES, TRAINING, Measure, of_lengths
 from titans_pt.reproduce.ruler import ruler
 from titans_pt.reproduce.state_tracking import state_tracking
 from titans_pt.reproduce.study import MODELS, TITANS, Column, Row, Study
@@ -34,19 +34,12 @@ BABILONG = {
 """Lengths of the stories by measure, for models that were trained at 4K."""
 
 
-def _of_lengths(name: str, lengths: Sequence[int], samples: int) -> Measure:
-    words = f"evaluation.babilong.lengths=[{','.join(map(str, lengths))}]", f"evaluation.babilong.samples={samples}"
-    return Measure(name, "babilong", words, far=name == "far")
-
-
 SUITES = {
     "commonsense": Measure("commonsense", "commonsense"),
-    "needle": Measure(
-        "needle", "needle",
-        (f"evaluation.needle.tasks=[{','.join(NEEDLES)}]", "evaluation.needle.lengths=[2048,4096,8192,16384]",
-         "evaluation.needle.depths=null", "evaluation.needle.samples=500"),
+    "needle": of_lengths(
+        "needle", "needle", (2048, 4096, 8192, 16384), 500, f"tasks=[{','.join(NEEDLES)}]", "depths=null"
     ),
-    **{name: _of_lengths(name, lengths, 100) for name, lengths in BABILONG.items()},
+    **{name: of_lengths(name, "babilong", lengths, 100, far=name == "far") for name, lengths in BABILONG.items()},
     "text": Measure(
         "text", "perplexity", ("evaluation.perplexity.tokens=4194304", "evaluation.perplexity.length=4096"),
     ),
@@ -188,7 +181,7 @@ def _babilong_answers() -> Study:
         Column(f"{task}, {_short(n)}", name, measures.question(task, n))
         for task in ("qa1", "qa2", "qa3") for name, lengths, _ in asked for n in lengths
     )  # fmt: skip
-    taken = tuple(_of_lengths(*each) for each in asked)
+    taken = tuple(of_lengths(name, "babilong", lengths, samples, far=name == "far") for name, lengths, samples in asked)
     note = "Percent right by the benchmark's score; trained on stories in at most 2,048 tokens of text."
     rows = tuple(map(Row, ("lmm", "mac", "swa", "mamba2", "rmt")))
     return Study("babilong", "BABILong, small", "tiny", rows, columns, taken, "tiny", note, folder="babilong",
