@@ -1,3 +1,5 @@
+import sys
+
 import click
 
 from titans_pt.commands._arguments import GIB, settings, whole
@@ -17,12 +19,17 @@ SECTION = "train"
 )  # fmt: skip
 def plan(config, ranks: int | None, memory: float | None):
     """Show the ranks, memory and hours that a training would need, without starting it."""
+    import torch
+
     from titans_pt.errors import UserError
     from titans_pt.tasks import task_of
     from titans_pt.training.epochs import epochs_text, repeated
     from titans_pt.training.plan import make_plan, unkept
 
     task = task_of(config)
+    if memory is None and config.train.precision == "bf16" and not torch.cuda.is_available():
+        print("titans plan: this machine has no GPU, so the plan is for CPUs; --memory 80 plans for GPUs of 80 GiB",
+              file=sys.stderr)  # fmt: skip
     plan = make_plan(task, ranks, gpu=None if memory is None else True)
     print("\n".join([plan.text(), *(f"plan: warning: {line}" for line in unkept(config))]))
     try:

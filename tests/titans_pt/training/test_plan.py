@@ -4,6 +4,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from titans_pt import cli
 from titans_pt.config.files import load_config, validated
 from titans_pt.errors import UserError
 from titans_pt.kernels.memory import chunked, dispatch
@@ -222,3 +223,12 @@ def test_the_disk_is_for_the_checkpoints_that_are_kept(config):
     train = {"max_steps": 100, "checkpoint_every": 4, "keep_last": 1, "batch_tokens": 1024}
     cost = cost_of(task_of(config(train=train | {"keep_every": 6})))
     assert cost.disk == (1 + 100 // 12) * cost.one
+
+
+def test_a_plan_for_cpus_says_how_to_plan_for_gpus(tiny, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for words, note in (["--memory", "80"], 0), ([], 1), (["train.precision=fp32"], 0):
+        assert cli.run(["plan", str(tiny(train={"precision": "bf16"})), *words]) == 0
+        told = capsys.readouterr()
+        assert told.err.count("this machine has no GPU, so the plan is for CPUs; --memory 80 plans for GPUs") == note
+        assert ("on a CPU" in told.out) == ("--memory" not in words)
