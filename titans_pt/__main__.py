@@ -1,6 +1,7 @@
 """``python -m titans_pt`` and the ``titans`` command."""
 
 import getpass
+import io
 import os
 import sys
 from pathlib import Path
@@ -25,7 +26,7 @@ def usable_streams() -> None:
                 os.close(nowhere)
         if getattr(sys, name) is None:
             setattr(sys, name, open(number, mode, encoding="utf-8", closefd=False))  # noqa: SIM115 - until the end
-    if sys.stdout.errors == "strict":
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="backslashreplace")  # not every encoding has every character
 
 

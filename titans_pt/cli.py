@@ -44,7 +44,7 @@ _LOST_PEER = r"connection (closed|reset|refused)|broken pipe|socket closed|remot
 class _Program(click.Group):
     """The group of commands; ``--help`` lists them under the headings of :data:`titans_pt.commands.SECTIONS`."""
 
-    commands: Commands
+    commands: Commands  # type: ignore[assignment]  # click only reads it
 
     def format_commands(self, context: click.Context, formatter: click.HelpFormatter):
         for section in SECTIONS:

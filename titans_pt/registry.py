@@ -4,11 +4,16 @@ import importlib
 import importlib.util
 import pkgutil
 from collections.abc import Iterator
-from typing import Generic, TypeVar
+from typing import ClassVar, Generic, Protocol, TypeVar
 
 from titans_pt.errors import UserError
 
-T = TypeVar("T", bound=type)
+
+class _Named(Protocol):
+    name: ClassVar[str]
+
+
+T = TypeVar("T", bound=_Named)
 
 
 class Registry(Generic[T]):
@@ -25,9 +30,9 @@ class Registry(Generic[T]):
 
     def __init__(self, package: str, setting: str):
         self.package, self.setting = package, setting
-        self._found: dict[str, T] = {}
+        self._found: dict[str, type[T]] = {}
 
-    def register(self, cls: T) -> T:
+    def register(self, cls: type[T]) -> type[T]:
         """Registers a class, as a decorator. Raises ValueError if another class already has the name."""
         other = self._found.setdefault(cls.name, cls)
         if (other.__module__, other.__qualname__) != (cls.__module__, cls.__qualname__):
@@ -35,7 +40,7 @@ class Registry(Generic[T]):
         self._found[cls.name] = cls  # a reloaded module defines the same class again
         return cls
 
-    def find(self, name: str) -> T:
+    def find(self, name: str) -> type[T]:
         """The class of this name.
 
         Raises:
@@ -48,7 +53,7 @@ class Registry(Generic[T]):
                             "module in run.imports)")  # fmt: skip
         return self._found[name]
 
-    def __iter__(self) -> Iterator[T]:
+    def __iter__(self) -> Iterator[type[T]]:
         """The classes that have registered so far."""
         return iter(self._found.values())
 
@@ -63,5 +68,4 @@ class Registry(Generic[T]):
         return [name for name in self.names() if self._found[name].__module__.startswith(f"{self.package}.")]
 
     def _files(self) -> list[str]:
-        folder = importlib.util.find_spec(self.package).submodule_search_locations
-        return [module.name for module in pkgutil.iter_modules(folder)]
+        return [module.name for module in pkgutil.iter_modules(importlib.import_module(self.package).__path__)]

@@ -70,8 +70,8 @@ def chat_documents(tokenizer: Tokenizer, messages: Sequence[Message], last_only:
         after = chat_text(tokenizer, messages[: i + 1])
         if not after.startswith(before):
             alike = len(os.path.commonprefix([before, after]))
-            raise ValueError(f"the chat template begins an answer with ...{before[alike:]!r}, which it then leaves out; "
-                             "take this out of the template (docs/finetuning.md)")  # fmt: skip
+            raise ValueError(f"the chat template begins an answer with ...{before[alike:]!r}, which it then leaves "
+                             "out; take this out of the template (docs/finetuning.md)")  # fmt: skip
         if not before.startswith(done):
             documents.append([])
             done = ""

@@ -247,7 +247,7 @@ def _exact(x: dict[str, Tensor], chunk: int, seed: Tensor, rounded: int | None =
         out = memory_call("chunked", exact, chunk)()
         grads = torch.autograd.grad((out * seed.double()).sum(), list(exact.values()))
     if rounded is not None:
-        out, grads = out.to(dtype), [g.to(t.dtype) for g, t in zip(grads, x.values(), strict=True)]
+        out, grads = out.to(dtype), tuple(g.to(t.dtype) for g, t in zip(grads, x.values(), strict=True))
     return [out.detach().double() - exact["q"].detach(), *(g.double() for g in grads)]
 
 

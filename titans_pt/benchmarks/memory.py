@@ -48,11 +48,8 @@ def benchmark_memory(out: Path, rounds: int = 3, longest: int = 65_536):
     """Time the cases, print tables, and write ``out``/memory.csv and ``out``/memory.json (versions and hardware)."""
     out.mkdir(parents=True, exist_ok=True)
     cases = ["titans_pt"] + (["titans-pytorch"] if find_spec("titans_pytorch") else [])
-    runs = {case: [] for case in cases}
-    for _ in range(rounds):
-        for case in cases:
-            runs[case].append(_in_a_process(case, 1024))
-    best = {case: _median(found) for case, found in runs.items()}
+    runs = [{case: _in_a_process(case, 1024) for case in cases} for _ in range(rounds)]
+    best = {case: _median([found[case] for found in runs]) for case in cases}
     lengths = [n for n in (1024, 4096, 16_384, 65_536) if n <= longest]
     training = [_in_a_process("titans_pt", n) for n in lengths]
     streaming = [_in_a_process("stream", n) for n in lengths]

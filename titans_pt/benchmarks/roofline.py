@@ -120,13 +120,13 @@ def count(chunk: int = 64, expansion: int = 4, blocks: int = 2) -> dict[str, Cou
     length, hidden = blocks * BLOCK, expansion * WIDTH
     q, k = (normalize(torch.randn(1, length, 1, WIDTH, generator=draw), dim=-1).half() for _ in range(2))
     v = torch.randn(1, length, 1, WIDTH, generator=draw).half()
-    gates = [0.01 * torch.rand(1, length, 1, generator=draw) for _ in range(3)]
+    theta, eta, alpha = (0.01 * torch.rand(1, length, 1, generator=draw) for _ in range(3))
     weights = tuple(torch.randn(1, a, b, generator=draw) for a, b in ((WIDTH, hidden), (hidden, WIDTH)))
     norm = torch.ones(1, WIDTH), torch.zeros(1, WIDTH)
-    leaves = [x.requires_grad_() for x in (q, k, v, *gates, *weights)]
+    leaves = [x.requires_grad_() for x in (q, k, v, theta, eta, alpha, *weights)]
     with counting() as found:
         out, _ = neural_memory(
-            q, k, v, *gates, weights, norm=norm, chunk_size=chunk, forget_to="start", backend="triton"
+            q, k, v, theta, eta, alpha, weights, norm=norm, chunk_size=chunk, forget_to="start", backend="triton"
         )
         torch.autograd.grad(out.float().sum(), leaves)
     return {name: total.divided(blocks * CALLS.get(name, 1)) for name, total in found.items()}

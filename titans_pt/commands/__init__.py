@@ -45,9 +45,9 @@ class Commands(Mapping[str, click.Command]):
     def __len__(self) -> int:
         return len(self._files)
 
-    def writes(self, name: str) -> str | None:
-        """The setting or option that says where the command writes; None if there is none."""
-        return getattr(import_module(f"{__name__}.{self._files[name]}"), "WRITES", None)
+    def writes(self, name: str | None) -> str | None:
+        """The setting or option that says where the command writes; None if there is none, or no command."""
+        return None if name is None else getattr(import_module(f"{__name__}.{self._files[name]}"), "WRITES", None)
 
     def section(self, name: str) -> str:
         """The heading of ``titans --help`` under which the command is listed."""

@@ -18,5 +18,6 @@ def completion(context: click.Context, shell: str):
     """
     from click.shell_completion import get_completion_class
 
-    script = get_completion_class(shell)(context.find_root().command, {}, "titans", COMPLETION)
-    click.echo(script.source())
+    script = get_completion_class(shell)
+    assert script is not None  # click has all shells that the option allows
+    click.echo(script(context.find_root().command, {}, "titans", COMPLETION).source())

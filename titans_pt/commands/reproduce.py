@@ -81,4 +81,4 @@ def reproduce(
 
 
 def _joined(words: list | None) -> str | None:
-    return words and ",".join(map(str, words))
+    return ",".join(map(str, words)) if words else None

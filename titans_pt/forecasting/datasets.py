@@ -132,11 +132,11 @@ def _packaged(name: str) -> Series:
     folder = fetch(SIMBENCH) / "simbench/networks/1-complete_data-mixed-all-0-sw"
     generation = name == "simbench-generation"
     path = folder / ("RESProfile.csv" if generation else "LoadProfile.csv")
-    columns = None
+    loads = None
     if not generation:
-        with path.open(encoding="utf-8") as file:
-            columns = [cell for cell in file.readline().strip().split(";") if cell.endswith("_pload")]
-    found = read_csv(path, gaps="ignore", columns=columns)  # local time, with two clock changes
+        with path.open(encoding="utf-8") as text:
+            loads = [cell for cell in text.readline().strip().split(";") if cell.endswith("_pload")]
+    found = read_csv(path, gaps="ignore", columns=loads)  # local time, with two clock changes
     return replace(found, name=name, notes=[PACKAGED[name], *found.notes])
 
 

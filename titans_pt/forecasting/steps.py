@@ -60,7 +60,8 @@ class BusinessDays(Step):
         return int(np.busday_count(first.date(), second.date())), False
 
     def later(self, date: datetime, count: int) -> datetime:
-        return datetime.combine(np.busday_offset(date.date(), count, roll="forward").item(), date.time())
+        day = np.busday_offset(date.date(), count, roll="forward")
+        return datetime.combine(day.astype(object), date.time())
 
     @property
     def season(self) -> tuple[str, int]:

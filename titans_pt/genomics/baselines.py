@@ -142,8 +142,10 @@ def words(sequences: Sequence[bytes]) -> Tensor:
 
 def _fit(x: Tensor, y: Tensor, classes: int, penalty: float) -> tuple[Tensor, Tensor]:
     weight, bias = (torch.zeros(shape, requires_grad=True) for shape in ((x.shape[1], classes), (classes,)))
-    enough = {"max_iter": 60, "tolerance_grad": 1e-4, "tolerance_change": 1e-7}
-    optimizer = torch.optim.LBFGS([weight, bias], history_size=10, line_search_fn="strong_wolfe", **enough)
+    optimizer = torch.optim.LBFGS(
+        [weight, bias], history_size=10, line_search_fn="strong_wolfe", max_iter=60, tolerance_grad=1e-4,
+        tolerance_change=1e-7,
+    )  # fmt: skip
 
     def closure() -> Tensor:
         optimizer.zero_grad()
@@ -151,5 +153,5 @@ def _fit(x: Tensor, y: Tensor, classes: int, penalty: float) -> tuple[Tensor, Te
         loss.backward()
         return loss
 
-    optimizer.step(closure)  # type: ignore[arg-type]  # a closure may return a tensor
+    optimizer.step(closure)
     return weight.detach(), bias.detach()

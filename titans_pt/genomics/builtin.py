@@ -68,7 +68,8 @@ def splice() -> LabelledSet:
     sequences = [row.tobytes() for row in letters]
     order = np.random.RandomState(0).permutation(len(labels))
     test, train = order[: len(order) // 5], order[len(order) // 5 :]
-    return LabelledSet(classes, *(Split([sequences[i] for i in rows], labels[rows]) for rows in (train, test)))
+    first, second = (Split([sequences[i] for i in rows], labels[rows]) for rows in (train, test))
+    return LabelledSet(classes, first, second)
 
 
 SETS: dict[str, Callable[[], LabelledSet]] = {"coding": coding, "splice": splice, "worm-human": worm_or_human}

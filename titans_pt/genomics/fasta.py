@@ -5,16 +5,17 @@ import gzip
 import lzma
 import os
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from titans_pt.genomics.alphabet import CODES, ONLY_LETTERS, READ, UPPER
 
 SUFFIXES = (".fa", ".fasta", ".fna", ".fas")
-_OPEN = {"": open, ".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+_OPEN: dict[str, Callable[..., Any]] = {"": open, ".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 ALLOWED = "FASTA files (.fa, .fasta, .fna or .fas, each also with .gz, .bz2 or .xz behind it)"
 _LEAST = 0.5
 """Share of A, C, G, T, U and N below which a sequence is taken for a protein's."""
@@ -66,7 +67,8 @@ def records(path: Path) -> Iterator[Record | Unusable]:
 
 def _records(path: Path) -> Iterator[Record | Unusable]:
     opener = _OPEN[last if (last := os.path.splitext(path.name.lower())[1]) in _OPEN else ""]
-    header, begun, lines, number = None, 0, [], 0
+    header, begun, number = None, 0, 0
+    lines: list[bytes] = []
     with opener(path, "rb") as file:
         for number, line in enumerate(file, start=1):
             if line.startswith(b">"):

@@ -129,13 +129,13 @@ def read(folder: Path) -> PreparedSet:
         raise UserError(f"{folder / SEQUENCES}: damaged ({' '.join(str(error).split())}); {_REMEDY}") from None
     letters = np.zeros(256, np.uint8)
     letters[encoded(LETTERS)] = np.frombuffer(LETTERS, np.uint8)
-    splits = []
+    splits = {}
     for name in SPLITS:
         ends = np.cumsum(arrays[f"{name}_lengths"]).tolist()
         joined = letters[arrays[f"{name}_ids"]].tobytes()
         sequences = [joined[start:end] for start, end in zip([0, *ends], ends, strict=False)]
-        splits.append(Split(sequences, arrays[f"{name}_labels"].astype(np.int64)))
-    return PreparedSet(LabelledSet(tuple(manifest["classes"]), *splits, manifest["letters"]), manifest)
+        splits[name] = Split(sequences, arrays[f"{name}_labels"].astype(np.int64))
+    return PreparedSet(LabelledSet(tuple(manifest["classes"]), letters=manifest["letters"], **splits), manifest)
 
 
 def told(manifest: dict[str, Any], folder: Path) -> str:

@@ -58,7 +58,8 @@ def model_card(run: LoadedRun) -> str:
 
 def _facts(run: LoadedRun) -> list[tuple[str, str]]:
     model, train, data = run.config.model, run.config.train, run.config.data
-    hub = [source.path for source in data.sources if source.kind == "hub" and not source.path.startswith((".", "/"))]
+    names = [source.path for source in data.sources if source.kind == "hub" and source.path]
+    hub = [name for name in names if not name.startswith((".", "/"))]
     return [
         ("parameters", f"{sum(p.numel() for p in run.model.parameters()):,}"),
         ("mixers", ", ".join(model.mixers)),

@@ -28,6 +28,7 @@ from titans_pt.runs.folder import RunFolder
 from titans_pt.runs.loaded import load_run, with_rows
 from titans_pt.runs.written import write_run
 from titans_pt.tools.tensor_files import check_sums, write_sums
+from titans_pt.training.transfer import counted_rows
 
 _UNFINISHED = ".export-"
 """Prefix of the temporary folder in which an export is built; a leftover folder means that the export was cut short."""
@@ -63,7 +64,7 @@ def export_run(run_dir: str | Path, folder: str | Path, step: int | None = None)
         bos_token_id=next(iter(run.tokenizer.begin), None), pad_token_id=run.tokenizer.eos_id, dtype="float32",
     )  # fmt: skip
     model = TitansForCausalLM(config)
-    rows = dict.fromkeys(run.model.counted_rows, exact.vocab_size)
+    rows = dict.fromkeys(counted_rows(run.model), exact.vocab_size)
     weights = merged(run.model).items()
     model.model.load_state_dict({name: with_rows(p, rows[name]) if name in rows else p for name, p in weights})
     folder.mkdir(parents=True, exist_ok=True)

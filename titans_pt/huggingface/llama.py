@@ -212,10 +212,10 @@ def _check(config: Any, path: Path):
 def _settings(config: Any) -> dict:
     """Settings of a run that computes the same as transformers with ``config``."""
     rope = config.rope_parameters
-    scaling = None
+    scaling: dict[str, Any] | None = None
     if rope["rope_type"] != "default":
         scaling = {"kind": rope["rope_type"], "factor": float(rope["factor"])}
-    if rope["rope_type"] == "llama3":
+    if scaling and scaling["kind"] == "llama3":
         scaling |= {"low_freq": float(rope["low_freq_factor"]), "high_freq": float(rope["high_freq_factor"]),
                     "original_length": rope["original_max_position_embeddings"]}  # fmt: skip
     kind, qwen = config.model_type, config.model_type in ("qwen2", "qwen3")
@@ -246,8 +246,8 @@ def _settings(config: Any) -> dict:
 
 
 def _named(model: torch.nn.Module, config: Any, path: Path) -> Iterator[tuple[str, Tensor]]:
-    for name, p in model.named_parameters():
-        p = p.detach()
+    for name, parameter in model.named_parameters():
+        p = parameter.detach()
         if name in _ENDS:
             yield _ENDS[name], p
             continue

@@ -89,11 +89,11 @@ class TitansConfig(PreTrainedConfig):
         True: the Trainer sets it to False for its own calls, but users of the folder want states.
         """
         Path(save_directory, "SHA256SUMS").unlink(missing_ok=True)
-        if type(self).source_files is not None:
+        if source_files := type(self).source_files:
             self.auto_map = {"AutoConfig": f"{MODELING}.TitansConfig",
                              "AutoModelForCausalLM": f"{MODELING}.TitansForCausalLM"}  # fmt: skip
             Path(save_directory).mkdir(parents=True, exist_ok=True)
-            for name, text in type(self).source_files(self.model).items():
+            for name, text in source_files(self.model).items():
                 Path(save_directory, name).write_text(text, encoding="utf-8")
         given, self.use_cache = self.use_cache, True
         try:

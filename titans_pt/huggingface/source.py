@@ -135,7 +135,8 @@ class _Module:
         self.may_need: set[str] = set()
         self.outside: set[str] = set()
         self.beside: dict[str, Path] = {}
-        source = Path(spec.origin).read_text(encoding="utf-8")
+        path = Path(spec.origin)
+        source = path.read_text(encoding="utf-8")
         lines = source.splitlines()
         tree = ast.parse(source)
         required, typed = set(map(id, tree.body)), set(map(id, _imports_for_types(tree)))
@@ -151,7 +152,7 @@ class _Module:
             elif id(node) in required:
                 self.outside |= tops - sys.stdlib_module_names
         for i, line in enumerate(lines):
-            lines[i] = _BESIDE.sub(lambda match: self._placed(Path(spec.origin).with_name(match[1])), line)
+            lines[i] = _BESIDE.sub(lambda match: self._placed(path.with_name(match[1])), line)
         if self.beside:
             first = next(node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom))
             lines.insert(first.lineno - 1, f"from .{CARRIED} import placed")

@@ -79,7 +79,8 @@ def read(model: nn.Module, ids: Tensor, pieces: list[str]) -> Inspection:
         UserError: the model has no memory.
     """
     device, state, last = device_of(model), None, None
-    losses, figures = [], {}
+    losses: list[Tensor] = []
+    figures: dict[str, list[MemoryFigures]] = {}
     with observe_memories(model) as observers:
         if not observers and any(isinstance(module, HierarchicalMemory) for module in model.modules()):
             raise UserError(

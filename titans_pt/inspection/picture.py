@@ -131,7 +131,8 @@ def wrap(pieces: np.ndarray, first: int, last: int) -> list[list[tuple[int, int,
     Returns:
         lines of (token, column, text).
     """
-    lines, column = [[]], 0
+    lines: list[list[tuple[int, int, str]]] = [[]]
+    column = 0
     for t in range(first, last):
         for character in pieces[t]:
             seen = shown(character)

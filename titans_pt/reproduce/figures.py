@@ -3,7 +3,7 @@
 import math
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar, final
 
 from titans_pt.tools.statistics import (
     Effects,
@@ -15,7 +15,10 @@ from titans_pt.tools.statistics import (
     wilson,
 )
 
+_Model = TypeVar("_Model", bound=Hashable)
 
+
+@final
 @dataclass(frozen=True)
 class Figure:
     """One figure. ``value``: the share of right answers (accuracy), nats per token (perplexity), or any number.
@@ -97,7 +100,7 @@ class Apart:
         return f"{self.nats:{sign}.3f} ({low:.3f} to {high:.3f}){', a tie' if self.tie else ''}"
 
 
-def of_models_and_seeds(models: Mapping[Hashable, Pooled]) -> Effects:
+def of_models_and_seeds(models: Mapping[_Model, Pooled]) -> Effects:
     """Nats of each model on all seeds alike, and the variance beside what models and seeds explain. A model with one
     seed, which may be a hard one, can then be compared with a model that has three."""
     return effects_of({(name, seed): figure.value for name, model in models.items()
@@ -153,8 +156,10 @@ def apart(own: Pooled, other: Pooled, seeds: BetweenSeeds) -> Apart:
     first, second = alike[0]
     streams = [a - b for a, b in zip(first.by_stream, second.by_stream, strict=True)]
     sizes = next(figure.sizes for figure in first.figures.values() if figure.by_stream)
-    parts = [(ratio_error(sizes, streams) ** 2, len(streams) - 1)]
-    parts += [(variance * (1 / len(own.figures) + 1 / len(other.figures)), freedom)]
+    error = ratio_error(sizes, streams)
+    assert error is not None  # of two streams at least
+    of_seeds = variance * (1 / len(own.figures) + 1 / len(other.figures))
+    parts = [(error**2, len(streams) - 1), (of_seeds, freedom)]
     return Apart(nats[0] - nats[1], half_width_of_sum(parts))
 
 
@@ -162,9 +167,10 @@ def _interval(mean: Figure, figures: Sequence[Figure]) -> tuple[float, float] | 
     if mean.kind == "accuracy" and len(figures) == 1:
         low, high = wilson(mean.value * mean.n, mean.n)
         return 100 * low, 100 * high
-    if mean.kind == "perplexity" and all(f.stderr is not None for f in figures):
+    widths = [half_width(f.stderr, f.streams) for f in figures if f.stderr is not None]
+    if mean.kind == "perplexity" and len(widths) == len(figures):
         # Errors are averaged, not pooled: seeds are scored on the same text, and their errors are not independent.
-        error = math.fsum(half_width(f.stderr, f.streams) for f in figures) / len(figures)
+        error = math.fsum(widths) / len(figures)
         return _exp(mean.value - error), _exp(mean.value + error)
     return None
 

@@ -87,7 +87,9 @@ class Measure:
         if self.suite == "chunks":
             return about | {"by_chunk": across_chunks(run)}
         told = [f"evaluation.{key}={json.dumps(value)}" for key, value in evaluation.items()]
-        found = runner.evaluate(run, told, suite=self.suite)[self.suite]
+        summary = runner.evaluate(run, told, suite=self.suite)
+        assert summary is not None  # no other rank is at work
+        found = summary[self.suite]
         return about | found | ({"asked": _all_asked(before, found)} if "asked" in found else {})
 
 
@@ -228,7 +230,7 @@ def average(result: dict) -> Figure | None:
 def both_perplexities(result: dict) -> Figure | None:
     """Mean of the perplexities of WikiText and LAMBADA."""
     found = [harness("wikitext", "word_perplexity")(result), harness("lambada_openai", "perplexity")(result)]
-    return Figure("number", sum(f.value for f in found) / 2, sum(f.n for f in found)) if all(found) else None
+    return _mean(found)
 
 
 def question(task: str, length: int) -> Find:
@@ -245,12 +247,16 @@ def mean_of(tasks: tuple[str, ...], lengths: tuple[int, ...]) -> Find:
     """Mean accuracy over all cells of a table, in percent."""
 
     def find(result: dict) -> Figure | None:
-        found = [question(task, length)(result) for task in tasks for length in lengths]
-        if not all(found):
-            return None
-        return Figure("number", 100 * sum(f.value for f in found) / len(found), sum(f.n for f in found))
+        return _mean([question(task, length)(result) for task in tasks for length in lengths], 100)
 
     return find
+
+
+def _mean(figures: Sequence[Figure | None], unit: float = 1) -> Figure | None:
+    found = [f for f in figures if f is not None]
+    if len(found) < len(figures):
+        return None
+    return Figure("number", unit * sum(f.value for f in found) / len(found), sum(f.n for f in found))
 
 
 def recalled(result: dict) -> Figure:
@@ -279,11 +285,11 @@ def nats(result: dict) -> Figure:
 
 def classified(column: str, correlation: bool = False) -> Find:
     """Accuracy, or Matthews' correlation, on a labelled set's test or on the part of it that ``column`` names."""
-    kind, figure = ("number", "mcc") if correlation else ("accuracy", "mean")
 
     def find(result: dict) -> Figure | None:
-        row = result["columns"].get(column)
-        return row and Figure(kind, row[figure], row["n"])
+        if not (row := result["columns"].get(column)):
+            return None
+        return Figure("number", row["mcc"], row["n"]) if correlation else Figure("accuracy", row["mean"], row["n"])
 
     return find
 

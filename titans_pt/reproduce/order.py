@@ -81,7 +81,8 @@ def runs_of(study: Study, order: Order) -> list[Run]:
     if study.timed:
         return [_timing(study, row, order) for row in study.rows]
     planned = [(row, seed) for row in study.rows for seed in seeds_of(study, row, order)]
-    runs, choices = [], {model: _choice(study, model, order) for model in {row.model for row in study.rows}}
+    runs: list[Run] = []
+    choices = {model: _choice(study, model, order) for model in {row.model for row in study.rows}}
     measures: dict[str, tuple[Measure, ...]] = {}
     for row, seed in sorted(planned, key=lambda item: item[1]):  # stable: the study's order within a seed
         config = _config(study, row, seed, order, order.tokens, run_name(row, seed), ())

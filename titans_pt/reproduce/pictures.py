@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 from titans_pt.tools.plots import legend, new_figure, own_style, plot_accuracy, save_figure, styles
 from titans_pt.tools.statistics import wilson, without_keys
@@ -139,7 +140,7 @@ def recall(shown: Seeds, start: Path) -> list[Path]:
                 axes.plot(*zip(*dots, strict=True), ".", color=inks[model]["color"], alpha=0.5)
     learning.set_xlabel("tokens of training")
     learning.set_ylabel("accuracy (%)")
-    trained = next((seeds[0]["config"]["recall"] for seeds in shown.values()), {})
+    trained: dict[str, Any] = next((seeds[0]["config"]["recall"] for seeds in shown.values()), {})
     if pairs := trained.get("pairs"):
         asked = sorted({row["pairs"] for seeds in shown.values() for record in seeds
                         for row in record["measured"].get("recall", {}).get("by_pairs", ())})  # fmt: skip
@@ -229,8 +230,8 @@ def forecasts(shown: Seeds, start: Path) -> list[Path]:
         totals = [[_over_ridge(record)[0] for record in records] for records in rows.values()]
         colors = [f"C{models.index(records[0]['model']) % 10}" for records in rows.values()]
         bars.barh(range(len(rows)), [sum(each) / len(each) - 1 for each in totals], left=1, color=colors, alpha=0.6)
-        for place, each in enumerate(totals):
-            bars.plot(each, [place] * len(each), "k.", markersize=4)
+        for place, total in enumerate(totals):
+            bars.plot(total, [place] * len(total), "k.", markersize=4)
         bars.set_yticks(range(len(rows)), list(rows), fontsize=7)
         bars.invert_yaxis()
         bars.set_xlim(0.98 * min(1.0, *map(min, totals)), 1.02 * max(map(max, totals)))
@@ -268,7 +269,8 @@ def states(shown: Seeds, start: Path) -> list[Path]:
         figure.subplots(1, len(problems), squeeze=False)[0], problems.items(), strict=True
     ):
         chance = 100 * next(iter(rows.values()))[0]["measured"]["states"]["chance"]
-        lines, names, left = [], [], 0
+        lines: list[Any] = []
+        names, left = [], 0
         for name, records in rows.items():
             found = [record["measured"]["states"]["by_length"] for record in records]
             lengths = [row["length"] for row in found[0]]

@@ -18,7 +18,7 @@ class Published:
 
     def value(self, row: str, column: str | None) -> float | None:
         """Published value; None: not published."""
-        return self.values.get(row, {}).get(column)
+        return None if column is None else self.values.get(row, {}).get(column)
 
 
 @cache

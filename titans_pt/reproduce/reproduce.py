@@ -131,7 +131,7 @@ def with_others(order: Order, whole: Study, records: Records) -> Order:
 
 def by_data(runs: Sequence[Run]) -> list[list[Run]]:
     """Group ``runs`` by the data that they read."""
-    found: dict[tuple[str, str], list[Run]] = {}
+    found: dict[tuple[str, ...], list[Run]] = {}
     for run in runs:
         found.setdefault(run.data, []).append(run)
     return list(found.values())
@@ -195,7 +195,7 @@ def plan(runs: Sequence[Run], records: Records) -> Table:
     total = {"tokens": 0, "flops": 0.0, "disk": 0}
     for run in in_order(runs, records):
         ready, cost = run.settled(records), run.cost
-        undone = (ready or run).missing(ready and ready.record(records))
+        undone = (ready or run).missing(ready.record(records) if ready else None)
         if not ready and any(records.of(each.name, each.config) for each in run.chosen(records)):
             undone = ["training, if its learning rate changes"]
         elif not ready and run.is_a_probe(records):

@@ -132,7 +132,7 @@ class Run:
 
     def record(self, records: Records) -> dict[str, Any] | None:
         ready = self.settled(records)
-        return ready and records.of(ready.name, ready.config)
+        return records.of(ready.name, ready.config) if ready else None
 
     def missing(self, record: dict[str, Any] | None) -> list[str]:
         """Open work: "training", then names of measures. Nothing more is done to a run that failed."""

@@ -203,7 +203,8 @@ def _chunks(size: str) -> Study:
 def _ideas(size: str) -> Study:
     rows = (Row("lmm"), Row("mac"), *ideas(421, 293))
     note = "Perplexity on text. The same models on needles, recall and state tracking: those studies."
-    seeds = dict.fromkeys(("lmm", "mac"), (0, 1, 2)) | dict.fromkeys(LEADING_IDEAS, (0, 1))
+    seeds: dict[str, tuple[int, ...]] = dict.fromkeys(("lmm", "mac"), (0, 1, 2))
+    seeds |= dict.fromkeys(LEADING_IDEAS, (0, 1))
     return Study("ideas", "What each later idea adds to Titans", size, rows, _text_columns(), _tiny("text", "long"),
                  size, note, seeds=seeds)  # fmt: skip
 
@@ -230,8 +231,11 @@ def _scaling(size: str) -> Study:
 
 
 def _filters(size: str) -> Study:
-    others = "lmm/value-random", "mac/value-random", "mamba2/value-identity", "gated_deltanet/value-identity"
-    rows = tuple(Row(*key.split("/")) for other in others for key in (other.partition("/")[0], other))
+    others = (
+        ("lmm", "value-random"), ("mac", "value-random"), ("mamba2", "value-identity"),
+        ("gated_deltanet", "value-identity"),
+    )  # fmt: skip
+    rows = tuple(row for model, variant in others for row in (Row(model), Row(model, variant)))
     note = "Titans' convolutions of values start as the identity, the others' at random: each with the other's start."
     return Study("filters", "Start of the values' convolutions", size, rows, _text_columns(), _tiny("text", "long"),
                  size, note)  # fmt: skip

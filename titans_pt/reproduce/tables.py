@@ -81,7 +81,7 @@ def cells(study: Study, runs: Sequence[Run], records: Records) -> list[Cell]:
     for row in study.rows:
         kept = kept_of(row, runs, records)
         for column in study.columns:
-            paper = beside and beside.value(row.key, column.published)
+            paper = beside.value(row.key, column.published) if beside else None
             figures = {
                 seed: figure
                 for seed, record in kept.items()
@@ -208,7 +208,7 @@ def tenths(runs: Sequence[Run], records: Records) -> Table | None:
         if run.choice and not run.variant:
             first_seeds.setdefault(run.model, run)
     for run in first_seeds.values():
-        losses = {}
+        losses: dict[float, list[float]] = {}
         for probe in run.probes(records):
             rate, short = probe.config.train.lr, probe.record(records)
             whole = [record for each in (*run.chosen(records), run.at(rate, named=True))
@@ -217,7 +217,7 @@ def tenths(runs: Sequence[Run], records: Records) -> Table | None:
                 losses[rate] = [record["trained"]["validation_loss"] for record in (short, whole[0])]
         if len(losses) < 2:
             continue
-        first, last = (sorted(losses, key=lambda rate, n=n: losses[rate][n]) for n in (0, 1))
+        first, last = ([rate for _, rate in sorted((loss[n], rate) for rate, loss in losses.items())] for n in (0, 1))
         shown = [", ".join(f"{loss[n]:.4f}" for loss in losses.values()) for n in (0, 1)]
         same = ("yes" if left == right else "no" for left, right in ((first[0], last[0]), (first, last)))
         table.rows.append([Row(run.model).name, ", ".join(f"{rate:g}" for rate in losses), *shown, *same])

@@ -15,7 +15,7 @@ from titans_pt.parallel import RankGroup
 from titans_pt.registry import Registry
 from titans_pt.runs.folder import RunFolder
 
-TASKS: "Registry[type[Task]]" = Registry("titans_pt.tasks", "task")
+TASKS: "Registry[Task]" = Registry("titans_pt.tasks", "task")
 """Every task by the name that the setting ``task`` gives it."""
 
 

@@ -56,7 +56,7 @@ def check_room(path: Path, what: str, folder: bool = False):
             with tempfile.TemporaryFile(dir=place):
                 return
     except OSError as error:
-        problem = error.strerror
+        problem = error.strerror or str(error)
     what, _, remedy = what.partition("; ")
     raise UserError(f"{what}: {path} cannot be written to ({problem}); "
                     f"{remedy or f'name a {kind} where you may write'}")  # fmt: skip

@@ -38,9 +38,9 @@ def place(environment: Mapping[str, str] = os.environ, strict: bool = True) -> P
 
 
 def _place(environment: Mapping[str, str]) -> Place:
-    if not (text := environment.get("WORLD_SIZE")):
-        size = 1
-    elif (size := number(text)) is None or size < 1:
+    text = environment.get("WORLD_SIZE")
+    size = number(text) if text else 1
+    if size is None or size < 1:
         raise UserError(f"WORLD_SIZE: given {text!r}; must be the number of processes; unset it to start only one")
     rank, local_rank = environment.get("RANK"), environment.get("LOCAL_RANK")
     if size > 1 and not rank:

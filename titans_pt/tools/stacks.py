@@ -13,4 +13,5 @@ def stacks_to(file: IO[str] | None = None):
     The process then continues; without this, the signal would end it.
     """
     with contextlib.suppress(AttributeError, ValueError, OSError):  # standard error may have no file descriptor
-        faulthandler.register(signal.SIGUSR2, file or sys.__stderr__, all_threads=True)
+        if to := file or sys.__stderr__:
+            faulthandler.register(signal.SIGUSR2, to, all_threads=True)

@@ -12,7 +12,7 @@ from titans_pt.kernels.common import recordable, recording
 from titans_pt.kernels.memory.coefficients import coefficients
 from titans_pt.registry import Registry
 
-RULES: "Registry[type[Rule]]" = Registry("titans_pt.kernels.memory.rules", "model.memory.rule")
+RULES: "Registry[Rule]" = Registry("titans_pt.kernels.memory.rules", "model.memory.rule")
 """Every rule by the name that ``model.memory.rule`` gives it."""
 
 Own = tuple[Tensor, ...]

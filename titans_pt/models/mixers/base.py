@@ -14,7 +14,7 @@ from titans_pt.layers.sharding import Sharding
 from titans_pt.models.ways import Blocks
 from titans_pt.registry import Registry
 
-MIXERS: "Registry[type[Mixer]]" = Registry("titans_pt.models.mixers", "model.mixers")
+MIXERS: "Registry[Mixer]" = Registry("titans_pt.models.mixers", "model.mixers")
 """Every mixer by the name that ``model.mixers`` gives it."""
 
 
