@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
+from typing import Literal
 
 import pyarrow
 from pyarrow import parquet
@@ -29,7 +30,9 @@ def _zstd(path: Path, _mode: str) -> io.BufferedReader:
     return io.BufferedReader(pyarrow.CompressedInputStream(_arrow(path), "zstd"))
 
 
-_OPEN = {"": open, ".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".zst": _zstd}
+_OPEN: dict[str, Callable[[Path, Literal["rb"]], io.BufferedIOBase]] = {
+    "": open, ".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".zst": _zstd,
+}  # fmt: skip
 """Functions that open a file, by the suffix of its compression."""
 ALLOWED = (
     ".txt, .jsonl or .ndjson (each also with .gz, .bz2, .xz or .zst behind it), compressed .json with an object "
@@ -103,7 +106,7 @@ def listing(source: SourceConfig) -> Listing:
     Raises:
         UserError: the path does not exist, or holds no file with a known suffix.
     """
-    given, root = f"data.sources: path={source.path!r}", Path(source.path)
+    given, root = f"data.sources: path={source.path!r}", Path(source.location)
     of_fasta = source.kind == "fasta"
     allowed = fasta.ALLOWED if of_fasta else ALLOWED
 
@@ -206,6 +209,13 @@ def _format(path: Path, named: bool = False) -> tuple[str, str] | None:
     return (kind, compression) if kind in (".txt", ".jsonl") or (kind, compression) == (".parquet", "") else None
 
 
+def _format_of(path: Path) -> tuple[str, str]:
+    """:func:`_format` of a file of a kind=files source; an obstacle need not have one."""
+    found = _format(path, named=True)
+    assert found is not None
+    return found
+
+
 def obstacle(path: Path) -> Rejected | None:
     """Reason why a path cannot be read as a file at all; None if it can be tried."""
     try:
@@ -241,7 +251,7 @@ def pieces(path: Path, source: SourceConfig, target: int) -> Iterator[tuple[int,
     if obstacle(path) or not os.access(path, os.R_OK):
         yield 0, None, 0
         return
-    size, (kind, compression) = path.stat().st_size, _format(path, named=True)
+    size, (kind, compression) = path.stat().st_size, _format_of(path)
     if compression:
         yield 0, None, size
     elif kind == ".txt" and size > target and (separator := _separator(source)):
@@ -278,7 +288,7 @@ def rows(path: Path, source: SourceConfig, start: int, stop: int | None) -> Iter
     if rejected := obstacle(path) or _foreign_encoding(path, start):
         yield rejected
         return
-    kind, _ = _format(path, named=True)
+    kind, _ = _format_of(path)
     try:
         if kind == ".parquet":
             yield from _parquet(path, source, start, stop)
@@ -330,7 +340,7 @@ def _begin(footer: parquet.FileMetaData, group: int) -> int:
 
 def _foreign_encoding(path: Path, start: int) -> Rejected | None:
     """Rejects a text file in UTF-16 or UTF-32: it begins with a byte-order mark, or every second byte is NUL."""
-    kind, compression = _format(path, named=True)
+    kind, compression = _format_of(path)
     if start or kind == ".parquet":
         return None
     try:
@@ -348,7 +358,7 @@ def _foreign_encoding(path: Path, start: int) -> Rejected | None:
 
 def _separator(source: SourceConfig) -> re.Pattern[bytes] | None:
     """Pattern of the separator of documents in a source's .txt files, with any line ends; None: no separator."""
-    root = Path(source.path)
+    root = Path(source.location)
     lone = root.is_file() and (_format(root) or ("", ""))[0] == ".txt"
     separator = "\n\n" * lone if source.separator is None else source.separator
     escaped = re.escape(replace_surrogates(separator).encode()).replace(b"\\\n", _NEWLINE)
@@ -360,8 +370,8 @@ def _txt(path: Path, source: SourceConfig, start: int, stop: int | None) -> Iter
     separator = _separator(source)
     if separator is None:
         with _opened(path) as file:
-            text = file.read().decode("utf-8-sig")
-        yield SourceRow(str(path), str(path), 0, {source.text_column: text.replace("\r\n", "\n").replace("\r", "\n")})
+            whole = file.read().decode("utf-8-sig")
+        yield SourceRow(str(path), str(path), 0, {source.text_column: whole.replace("\r\n", "\n").replace("\r", "\n")})
         return
     with _opened(path) as file:
         if start:
@@ -424,8 +434,9 @@ def _json_remedy(line: bytes) -> str:
     return "repair or remove the line"
 
 
-def _opened(path: Path):
-    return _OPEN[_format(path, named=True)[1]](path, "rb")
+def _opened(path: Path) -> io.BufferedIOBase:
+    _, compression = _format_of(path)
+    return _OPEN[compression](path, "rb")
 
 
 def _arrow(path: Path) -> pyarrow.OSFile:

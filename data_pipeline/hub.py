@@ -66,7 +66,7 @@ def pieces(source: SourceConfig) -> Iterator[tuple[str, int, int, int]]:
         with _explained(source):
             count = len(_dataset(source, streaming=False))
         for start in range(0, count, ROWS):
-            yield source.path, start, min(start + ROWS, count), 0
+            yield source.location, start, min(start + ROWS, count), 0
 
 
 def rows(source: SourceConfig, file: str, start: int, stop: int) -> Iterator[SourceRow | Rejected]:

@@ -250,7 +250,7 @@ class IndexedDataset:
             raise IndexError(f"tokens [{start}, {stop}) of {self.tokens}")
         tokens = self._stream[start:stop]
         if self._pages is not None:
-            self._check_pages(start, stop)
+            self._check_pages(self._pages, start, stop)
         if self._vocab_size and len(tokens) and not 0 <= tokens.min() <= tokens.max() < self._vocab_size:
             raise UserError(
                 f"{self.prefix}.bin: damaged: tokens {start} to {stop - 1} have ids from {tokens.min()} to "
@@ -258,15 +258,15 @@ class IndexedDataset:
             )
         return tokens
 
-    def _check_pages(self, start: int, stop: int) -> None:
-        """Compares the pages of tokens [start, stop) with their checksums.
+    def _check_pages(self, checksums: np.ndarray, start: int, stop: int) -> None:
+        """Compares the pages of tokens [start, stop) with their ``checksums``.
 
         Raises:
             UserError: a page differs from what was written.
         """
-        size, content = self.dtype.itemsize, self._stream.view(np.uint8)
+        size, content = self.dtype.itemsize, self._stream.view(np.uint8).data
         for page in range(start * size // PAGE, -(-stop * size // PAGE)):
-            if zlib.crc32(content[page * PAGE : (page + 1) * PAGE]) != self._pages[page]:
+            if zlib.crc32(content[page * PAGE : (page + 1) * PAGE]) != checksums[page]:
                 first, last = page * PAGE // size, min((page + 1) * PAGE // size, self.tokens) - 1
                 raise UserError(
                     f"{self.prefix}.bin: damaged: tokens {first} to {last} are not those that were written; {_REMEDY}"
@@ -294,7 +294,7 @@ def document_begins(document_starts: Sequence[int], start: int, length: int) -> 
     return begins
 
 
-class _DocumentStarts(Sequence):
+class _DocumentStarts(Sequence[int]):
     """Starts computed on demand: an array would cost eight bytes per document in every process."""
 
     def __init__(self, dataset: IndexedDataset, documents: np.ndarray):
@@ -303,7 +303,7 @@ class _DocumentStarts(Sequence):
     def __len__(self) -> int:
         return len(self._documents) - 1
 
-    def __getitem__(self, j: int) -> int:
+    def __getitem__(self, j: int) -> int:  # type: ignore[override]  # it has no slices
         if not 0 <= j < len(self):
             raise IndexError(j)
         return self._dataset._start(int(self._documents[j]))

@@ -121,11 +121,11 @@ def _print_samples(config: Config, files: TokenFiles) -> None:
         f"{len(samples) / batch:,.1f} batches of {batch}"
     )
     if isinstance(samples, Mixture):
-        total = sum(source.weight for source in data.sources)
-        for stream, source in zip(samples.streams, data.sources, strict=True):
-            epochs = source.weight / total * config.train.max_steps * batch / len(stream)
+        total = sum(data.weights)
+        for stream, weight in zip(samples.streams, data.weights, strict=True):
+            epochs = weight / total * config.train.max_steps * batch / len(stream)
             print(
-                f"  {stream.dataset.prefix.name}: {source.weight / total:.1%} of samples, {len(stream):,} per epoch, "
+                f"  {stream.dataset.prefix.name}: {weight / total:.1%} of samples, {len(stream):,} per epoch, "
                 f"{epochs:.2f} epochs in train.max_steps={config.train.max_steps}"
             )
 

@@ -52,7 +52,7 @@ def merge(
     Raises:
         UserError: a part was changed. OSError: disk full, folder not writable.
     """
-    summaries = [read_summary(folder, index) for index in range(len(parts))]
+    summaries = [_summary(folder, index) for index in range(len(parts))]
     for index, summary in enumerate(summaries):
         for suffix, checksum in summary.get("files", {}).items():
             if sha256(part_path(folder, index, suffix)) != checksum:
@@ -94,7 +94,7 @@ def merge(
                     )
                 document += len(lengths)
                 bar.update(len(tokens))
-    round_trip, letters = Counter(tried=0, equal=0), Counter()
+    round_trip, letters = Counter(tried=0, equal=0), Counter[str]()
     for summary in summaries:
         letters.update({key.removeprefix(LETTER): n for key, n in summary.items() if key.startswith(LETTER) and n})
         dropped.update({key: summary[key] for key in ("empty", "filtered")})
@@ -154,13 +154,13 @@ def _duplicates(folder: Path, sizes: list[int], out: Path) -> np.ndarray:
                 bucket = (entries["high"] >> np.uint64(32)) * np.uint64(count) >> np.uint64(32)
                 for i in np.unique(bucket):
                     buckets[int(i)].write(entries[bucket == i].tobytes())
-        for file in buckets:
-            file.seek(0)
-            entries = np.frombuffer(file.read(), _HASH)
+        for stored in buckets:
+            stored.seek(0)
+            entries = np.frombuffer(stored.read(), _HASH)
             entries = entries[np.lexsort((entries["low"], entries["high"]))]  # stable: the first of equals stays first
             same = (entries["high"][1:] == entries["high"][:-1]) & (entries["low"][1:] == entries["low"][:-1])
             mask[entries["document"][1:][same]] = 1
-            os.unlink(file.name)
+            os.unlink(stored.name)
     return mask
 
 
@@ -179,6 +179,14 @@ def _near_duplicates(folder: Path, parts: int, out: Path, duplicate: np.ndarray,
 # --- reading parts, writing streams ---
 
 
+def _summary(folder: Path, index: int) -> dict:
+    """Counts of a part (:func:`read_summary`). Raises UserError for an incomplete or damaged part."""
+    summary = read_summary(folder, index)
+    if summary is None:
+        raise _changed(folder, index, ".json")
+    return summary
+
+
 def _row_groups(path: Path, columns: list[str] | None = None):
     with open(path, "rb") as handle, parquet.ParquetFile(handle) as file:
         for i in range(file.num_row_groups):
@@ -195,7 +203,7 @@ def _with_tokens(folder: Path, index: int, dtype: np.dtype, sha256: str) -> Iter
     tokens = _mapped(part_path(folder, index, ".bin"), dtype)
     for table in _row_groups(part_path(folder, index, ".parquet")):
         here = tokens[at : at + int(np.asarray(table["tokens"]).sum())]
-        checksum.update(here)
+        checksum.update(here.data)
         at += len(here)
         yield table, here
     if checksum.hexdigest() != sha256:

@@ -93,7 +93,7 @@ class TokenFiles:
                   for stream in self.train]  # fmt: skip
         if len(packed) == 1:
             return packed[0]
-        return Mixture(packed, [source.weight for source in config.data.sources])
+        return Mixture(packed, config.data.weights)
 
     def validation_samples(self, config: Config) -> "PackedSamples":
         """Validation samples of data.seq_len tokens, always in the same order.
@@ -200,7 +200,7 @@ class PackedSamples:
         """
         start, stop = self._range(position)
         ids, starts = self.dataset.read(start, stop).astype(np.int64), self.dataset.document_starts
-        if not self._turned(position):
+        if self.complement is None or not self._turned(position):
             return ids, document_begins(starts, start, self.seq_len)
         # Read backwards, a document's eos comes first, and the token after it begins the document. The token at i
         # begins one if the stream has an eos at i + 1, that is, if a document of the stream begins at i + 2.

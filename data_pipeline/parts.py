@@ -15,7 +15,7 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
@@ -168,14 +168,17 @@ def _work(job: Job, todo: list[tuple[int, Part]], following, counters, failures)
                 at, following.value = following.value, following.value + 1
             if at >= len(todo):
                 return
-            write_part(job, *todo[at], report)
+            index, part = todo[at]
+            write_part(job, index, part, report)
     except (UserError, OSError) as error:
         failures.put(error)
 
 
 def _end_with_parent() -> None:
     """Ends this process with its parent: a killed parent cannot stop its workers, which would run for hours."""
-    multiprocessing.parent_process().join()
+    parent = multiprocessing.parent_process()
+    assert parent is not None  # only workers call this
+    parent.join()
     os._exit(1)
 
 
@@ -185,7 +188,8 @@ def _end_with_parent() -> None:
 def write_part(job: Job, index: int, part: Part, report: Report) -> None:
     """Writes part ``index``. Raises as :func:`write_parts`."""
     tokenizer = _tokenizer(job.tokenizer, job.data.tokenizer.eos_token, job.data.tokenizer.add_bos)
-    source, counts, rejected = job.data.every_source[part.source], Counter(empty=0, filtered=0), []
+    source, counts = job.data.every_source[part.source], Counter(empty=0, filtered=0)
+    rejected: list[Rejected] = []
     fraction = 1.0 if part.source < len(job.data.validation_sources) else validation_fraction(job.data)
     round_trip, checksum = Counter(tried=0, equal=0), hashlib.sha256()
     by_ids, bare = compares_ids(job.data), slice(len(tokenizer.begin), -1)  # without bos and eos
@@ -247,20 +251,21 @@ def _encode(
     """Ids of each document with its beginning (``Tokenizer.begin``) and its eos, and its answers (:data:`ANSWERS`)."""
     before, dtype = list(tokenizer.begin), token_dtype(tokenizer.vocab_size)
     answers: list[list[int] | None] = [None] * len(batch)
+    encoded: Sequence[Sequence[int] | np.ndarray]
     if batch[0].tokens is not None:
-        encoded = [document.tokens for document in batch]
+        encoded = [document.tokens for document in batch if document.tokens is not None]
     elif batch[0].pieces:
         both = [encode_pieces(tokenizer, document.pieces, bool(document.messages)) for document in batch]
         encoded, answers = [ids for ids, _ in both], [own for _, own in both]
     else:
-        encoded = tokenizer.encode_batch([document.text for document in batch], job.threads)
-        for document, ids in zip(batch, encoded, strict=True):
+        encoded = of_texts = tokenizer.encode_batch([document.text for document in batch], job.threads)
+        for document, ids in zip(batch, of_texts, strict=True):
             equal = tokenizer.gives_back(document.text, ids)
             round_trip.update(tried=1, equal=int(equal))
             if not equal and job.data.tokenizer.lossy == "refuse":
                 raise UserError(_changed(document, tokenizer.decode(ids)))
-    for document, ids in zip(batch, encoded, strict=True):
-        if (count := len(before) + len(ids) + 1) > LONGEST:
+    for document, one in zip(batch, encoded, strict=True):
+        if (count := len(before) + len(one) + 1) > LONGEST:
             where = one_line(f"{document.file} row {document.row}")
             raise UserError(f"data.sources: the document at {where} has {count:,} tokens, at most {LONGEST:,} fit; "
                             "cut the file, or set data.sources.N.separator")  # fmt: skip
@@ -299,10 +304,11 @@ def _readable(
                 yield from written
             continue
         if document.tokens is not None:
-            document = replace(document, tokens=_bare(document, tokenizer))
-            if not _visible(document.tokens, tokenizer):
+            ids = _bare(document, document.tokens, tokenizer)
+            if not _visible(ids, tokenizer):
                 counts["empty"] += 1
                 continue
+            document = replace(document, tokens=ids)
         yield document
 
 
@@ -325,9 +331,9 @@ def _written(document: Document, source: SourceConfig, tokenizer: Tokenizer) -> 
             for text, pieces in zip(texts, found, strict=True)]  # fmt: skip
 
 
-def _bare(document: Document, tokenizer: Tokenizer) -> np.ndarray:
+def _bare(document: Document, ids: np.ndarray, tokenizer: Tokenizer) -> np.ndarray:
     """Ids of a document that another program made, without bos before them and eos behind them; int64."""
-    ids = document.tokens.astype(np.int64)
+    ids = ids.astype(np.int64)
     if len(ids) and not 0 <= ids.min() <= ids.max() < tokenizer.vocab_size:
         raise UserError(
             f"data.sources: kind=indexed path={document.file!r}: document {document.row} has ids from "
@@ -410,7 +416,8 @@ class _TableWriter:
     """Rows of :func:`schema` to a parquet file, ROW_GROUP at a time."""
 
     def __init__(self, table: parquet.ParquetWriter, columns: pyarrow.Schema):
-        self._table, self._columns, self._rows = table, columns, []
+        self._table, self._columns = table, columns
+        self._rows: list[tuple] = []
         self.documents = self.tokens = 0
 
     def add(self, row: tuple) -> None:
@@ -448,7 +455,8 @@ class _Progress:
 
     def __init__(self, folder: Path, parts: dict[int, Part], todo: dict[int, Part]):
         self._bytes = sum(_weight(part) for part in parts.values())
-        done = [(part, read_summary(folder, index)) for index, part in parts.items() if index not in todo]
+        done = [(part, summary) for index, part in parts.items()
+                if index not in todo and (summary := read_summary(folder, index))]  # fmt: skip
         self._before = [
             sum(s["documents"] for _, s in done),
             sum(s["tokens"] for _, s in done),

@@ -110,20 +110,20 @@ def prepare(config: Config, force: bool = False, shard: tuple[int, int] | None =
     _check_apart(config, folder)
     if old is None and not force:
         _check_own(folder)
-    same = old is not None and changed_setting(old, config) is None
-    made = old["settings"] if same else None  # the same settings, with the paths as they were spelled
+    unchanged = old if old is not None and changed_setting(old, config) is None else None
+    made = unchanged["settings"] if unchanged else None  # the same settings, with the paths as they were spelled
     try:
         fingerprint, text = _fingerprints(config, settings=made)
     except Unreachable as error:
-        if same:
-            _check_lossy(old, config)
-            _check_rejected(old, config, folder)
+        if unchanged:
+            _check_lossy(unchanged, config)
+            _check_rejected(unchanged, config, folder)
             print(
                 f"{folder}: holds token files made with these settings, nothing to do; whether the text has changed "
                 f"since cannot be told: {error}",
                 file=sys.stderr,
             )
-            return old
+            return unchanged
         fingerprint, text = _fingerprints(config, cached=True, settings=made)
     if old:
         if old.get("fingerprint") != fingerprint and _only_touched(old, config, text):
@@ -269,9 +269,8 @@ def _fingerprints(config: Config, cached: bool = False, settings: dict | None = 
     """
     given, size, sha256 = config.data.tokenizer, config.model.vocab_size, None
     if not given.trained:
-        nucleotides = given.kind == "nucleotides"
-        tokenizer = NucleotideTokenizer(Path()) if nucleotides else load_tokenizer(given.path, given.eos_token)
-        if nucleotides and tokenizer.vocab_size > size:
+        tokenizer = NucleotideTokenizer(Path()) if given.path is None else load_tokenizer(given.path, given.eos_token)
+        if given.kind == "nucleotides" and tokenizer.vocab_size > size:
             raise UserError(
                 f"model.vocab_size: given {size}, but data.tokenizer.kind=nucleotides has {tokenizer.vocab_size} "
                 f"entries: set model.vocab_size={tokenizer.vocab_size}"
@@ -296,7 +295,7 @@ def _names(data: DataConfig, saved: Path | None = None) -> tuple[str, str]:
     tokenizer is a tokenizer.json, or its copy ``saved``: files next to it hold them, which its checksum does not cover.
     """
     given = data.tokenizer
-    if not (given.path or "").endswith(".json"):
+    if given.path is None or not given.path.endswith(".json"):
         return "", ""
     tokenizer = load_tokenizer(saved or given.path, given.eos_token, given.add_bos)
     ends = " and ".join(repr(tokenizer.names[i]) for i in (*tokenizer.begin, tokenizer.eos_id))
@@ -417,7 +416,7 @@ def _floor(out: Path, names: list[str], tokenizer: Tokenizer) -> Floor | None:
 def _ignored(data: DataConfig) -> dict:
     """The manifest's entry on files under the sources that are not read: how many, and the first names."""
     names = [
-        utf8(os.path.join(source.path, name))
+        utf8(os.path.join(source.location, name))
         for source in data.every_source
         if source.kind in ("files", "fasta")
         for name in files.listing(source).ignored

@@ -117,17 +117,17 @@ def _pieces(source: SourceConfig) -> Iterator[tuple[str, int, int | None, int]]:
             for path in source_files(source):
                 yield str(path), 0, None, 0 if files.obstacle(path) else path.stat().st_size
         case "genome":
-            yield source.name, 0, None, 0
+            yield source.genome, 0, None, 0
         case "hub":
             from titans_pt.data_pipeline import hub  # seconds to import, and only this kind needs it
 
             yield from hub.pieces(source)
         case "indexed":
-            dataset = IndexedDataset(source.path)
+            dataset = IndexedDataset(source.location)
             count, per_document = len(dataset.document_starts), dataset.tokens / max(1, len(dataset.document_starts))
             for start in range(0, count, _PART_DOCUMENTS):
                 stop = min(start + _PART_DOCUMENTS, count)
-                yield source.path, start, stop, int((stop - start) * per_document)
+                yield source.location, start, stop, int((stop - start) * per_document)
 
 
 def obstacles(source: SourceConfig) -> Iterator[Rejected]:
@@ -175,12 +175,14 @@ def _read(
         case "fasta":
             yield from _blocks(Path(file), file, source.block, counts)
         case "genome":
-            yield from _blocks(GENOMES[source.name].fasta(), file, source.block, counts)
+            yield from _blocks(GENOMES[source.genome].fasta(), file, source.block, counts)
         case "hub":
             from titans_pt.data_pipeline import hub
 
+            assert stop is not None  # every piece of this kind has an end
             yield from hub.rows(source, file, start, stop)
         case "indexed":
+            assert stop is not None  # every piece of this kind has an end
             dataset = IndexedDataset(file)
             for j in range(start, stop):
                 yield Document("", "", utf8(file), j, dataset.document(j))
@@ -302,23 +304,21 @@ def fingerprint(source: SourceConfig, cached: bool = False, times: bool = True) 
     match source.kind:
         case "stdlib":  # times differ between two installations of the same Python; its version does not
             rows = [[platform.python_version()], *([name, path.stat().st_size] for name, path in stdlib.modules())]
-        case "files":
-            root = Path(source.path)
-            rows = [[path.relative_to(root).as_posix(), *_state(path, times)] for path in source_files(source)]
-        case "fasta":
-            root = Path(source.path)
+        case "files" | "fasta":
+            root = Path(source.location)
             rows = [[path.relative_to(root).as_posix(), *_state(path, times)] for path in source_files(source)]
         case "genome":
-            rows = [[source.name, GENOMES[source.name].package.sha256]]
+            rows = [[source.genome, GENOMES[source.genome].package.sha256]]
         case "hub":
             from titans_pt.data_pipeline import hub
 
             rows = hub.cached_version(source) if cached and hub.cached(source) else hub.version(source)
         case "indexed":
-            if source.path.endswith((".bin", ".idx")) and not Path(f"{source.path}.idx").exists():
-                raise UserError(f"data.sources: path: given {source.path!r}; leave {source.path[-4:]} out")
-            IndexedDataset(source.path)  # raises if anything is the matter
-            rows = [_state(Path(f"{source.path}{suffix}"), times) for suffix in (".bin", ".idx")]
+            prefix = source.location
+            if prefix.endswith((".bin", ".idx")) and not Path(f"{prefix}.idx").exists():
+                raise UserError(f"data.sources: path: given {prefix!r}; leave {prefix[-4:]} out")
+            IndexedDataset(prefix)  # raises if anything is the matter
+            rows = [_state(Path(f"{prefix}{suffix}"), times) for suffix in (".bin", ".idx")]
     return hashlib.sha256(json.dumps([source.kind, source.text_column, rows]).encode()).hexdigest()
 
 
@@ -336,6 +336,7 @@ def hash_content(source: SourceConfig, part: Part, update: Callable[[bytes], Non
         if source.kind in ("files", "fasta"):
             files.hash_piece(Path(file), start, stop, update)
         elif source.kind == "indexed":
+            assert stop is not None  # every piece of this kind has an end
             starts, tokens = (dataset := IndexedDataset(file)).document_starts, dataset.tokens
             end = starts[stop] if stop < len(starts) else tokens
             for at in range(starts[start], end, _HASHED_TOKENS):

@@ -72,7 +72,9 @@ def encode_pieces(tokenizer: Tokenizer, pieces: Iterable[Piece], spelled: bool) 
         The ids, and begin and end of each answer in ids of the document, ``Tokenizer.begin`` included.
     """
     encode = partial(spelled_ids, tokenizer) if spelled else tokenizer.encode
-    first, ids, before, answers = len(tokenizer.begin), [], "", []
+    ids: list[int] = []
+    answers: list[int] = []
+    first, before = len(tokenizer.begin), ""
     for text, is_answer in pieces:
         own = _added(encode, before, text, ids)
         if own is None:

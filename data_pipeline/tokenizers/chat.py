@@ -64,7 +64,8 @@ def chat_documents(tokenizer: Tokenizer, messages: Sequence[Message], last_only:
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     if not answers:
         raise ValueError("no message of role assistant")
-    documents, done = [[]], ""
+    documents: list[list[Piece]] = [[]]
+    done = ""
     for i in answers[-1:] if last_only else answers:
         before = chat_text(tokenizer, messages[:i], answer_next=True)
         after = chat_text(tokenizer, messages[: i + 1])

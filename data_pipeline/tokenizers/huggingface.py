@@ -67,9 +67,10 @@ class HuggingFaceTokenizer(Tokenizer):
                 f"data.tokenizer.eos_token: given {eos_token!r}, which is no piece of {path}; set it to "
                 "one, or to null for that of tokenizer_config.json next to it"
             )
-        if self.eos_id >= 0 and self._is_text(self._ends["eos_token"], self.eos_id):
+        ending = self._ends["eos_token"]
+        if ending is not None and self.eos_id >= 0 and self._is_text(ending, self.eos_id):
             raise UserError(
-                f"data.tokenizer.eos_token: {self._ends['eos_token']!r} of {path} is an ordinary piece, "
+                f"data.tokenizer.eos_token: {ending!r} of {path} is an ordinary piece, "
                 "which text becomes in the middle of documents; set it to a token of the file's "
                 f"added_tokens: {', '.join(sorted(self.controls - {eos_token})[:8]) or 'it has none'}"
             )

@@ -6,7 +6,10 @@ from hypothesis import strategies as st
 
 from tests.data_pipeline.small_corpus import write_jsonl
 from titans_pt.data_pipeline import TokenFiles, merge, sources
+from titans_pt.data_pipeline.parts import SCHEMA
 from titans_pt.data_pipeline.prepare import prepare
+from titans_pt.data_pipeline.sources import Part
+from titans_pt.errors import UserError
 
 
 @settings(max_examples=8)
@@ -40,3 +43,10 @@ def test_duplicates_are_found_across_parts_and_buckets(tmp_path_factory, tokeniz
     )
     assert Counter(train + validation) == Counter(dict.fromkeys(texts, 1))
     assert train == [text for text in dict.fromkeys(texts) if text in set(train)]
+
+
+def test_a_part_without_its_counts_is_refused(tmp_path):
+    """Its .json is written last: another process may have removed it, or never have finished the part."""
+    part = Part(0, (("a.jsonl", 0, None),), 1)
+    with pytest.raises(UserError, match="part-000000.json: not the file that was written; remove"):
+        merge.merge([part], tmp_path, tmp_path / "out", 320, ["train"], SCHEMA)

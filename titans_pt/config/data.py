@@ -101,6 +101,18 @@ class SourceConfig(Section):
         return self
 
     @property
+    def location(self) -> str:
+        """The path, which every kind but stdlib and genome has."""
+        assert self.path is not None
+        return self.path
+
+    @property
+    def genome(self) -> str:
+        """Name of the genome of kind=genome."""
+        assert self.name is not None
+        return self.name
+
+    @property
     def columns(self) -> tuple[str, ...]:
         """Columns that every row has."""
         return tuple(getattr(self, key) for key in _OF_FORMAT[self.format] if key.endswith("_column"))
@@ -215,6 +227,11 @@ class DataConfig(Section):
     def every_source(self) -> list[SourceConfig]:
         """All sources, validation sources first: of equal documents, the first is kept."""
         return [*self.validation_sources, *self.sources]
+
+    @property
+    def weights(self) -> list[float]:
+        """Weight of each of ``sources``; empty if they form one stream."""
+        return [source.weight for source in self.sources if source.weight is not None]
 
     @property
     def marks_answers(self) -> bool:

@@ -12,7 +12,7 @@ from titans_pt.errors import UserError
 from titans_pt.forecasting.protocol import Windows, errors, last_value
 from titans_pt.runs.loaded import load_run
 from titans_pt.streaming import best_device
-from titans_pt.tasks.forecast import forecast_with
+from titans_pt.tasks.forecast import Forecast, forecast_with
 from titans_pt.tools.files import check_room, write_text
 from titans_pt.tools.plots import new_figure, own_style, save_figure
 
@@ -47,11 +47,12 @@ def forecast_file(
             raise UserError(f"{word}: not for titans forecast; allowed: {', '.join(allowed)}")
     loaded = load_run(run, step=step, device=best_device(), overrides=words)
     task = loaded.task
-    if task.name != "forecast":
+    if not isinstance(task, Forecast):
         raise UserError(f"{loaded.folder.path}: trained for the task {task.name!r}; name the folder of a run with "
                         "task=forecast")  # fmt: skip
     series = task.read() if path is None else task.read_own(path, str(loaded.folder.path))
     name = path or series.name
+    assert task.scale is not None  # load_run restored it
     lookback, horizon = task.lookback, task.settings.horizon
     if len(series.values) < lookback:
         raise UserError(f"{name}: {len(series.values)} rows; the run forecasts from the last {lookback}")

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from random import Random
 
-from titans_pt.config import Config, SourceConfig
+from titans_pt.config import BabilongConfig, Config, SourceConfig
 from titans_pt.data_pipeline.sources import Document, documents
 from titans_pt.data_pipeline.tokenizers import ids_after
 from titans_pt.errors import UserError
@@ -170,6 +170,7 @@ class Babilong(LongContext):
     """Suite babilong: lengths x samples of each task."""
 
     name = "babilong"
+    settings: BabilongConfig
 
     def __init__(self, run: LoadedRun, config: Config):
         self.tokenizer = run.tokenizer

@@ -13,6 +13,7 @@ from titans_pt.genomics.baselines import columns, confusion, distinct, score
 from titans_pt.genomics.sets import centre
 from titans_pt.runs.loaded import LoadedRun
 from titans_pt.streaming import device_of
+from titans_pt.tasks.classify_dna import ClassifyDna
 from titans_pt.tools.plots import new_figure, own_style, save_figure
 from titans_pt.tools.records import digest
 from titans_pt.tools.statistics import proportion
@@ -26,6 +27,7 @@ class ClassesOfTest:
     name = "classes"
 
     def __init__(self, run: LoadedRun, config: Config):
+        assert isinstance(run.task, ClassifyDna)  # the task that names this suite
         self.loaded, self.settings = run, run.task.settings
         found = prepared.read(Path(config.data.dir))
         trained = run.task.trained_on

@@ -130,8 +130,9 @@ class TitansLM(TemplateLM):
                 raise UserError(f"{name}: no argument of the model titans; allowed: run, checkpoint, prefill_tokens, "
                                 "max_length, device and, with a run's folder, evaluation.KEY=VALUE")  # fmt: skip
         if not isinstance(run, LoadedRun):
-            missing = device is None or device.startswith("cuda") and not torch.cuda.is_available()
-            run = _loaded(run, checkpoint, best_device() if missing else device, settings)
+            if device is None or device.startswith("cuda") and not torch.cuda.is_available():
+                device = best_device()
+            run = _loaded(run, checkpoint, device, settings)
         self.model, self.titans_tokenizer = run.model, run.tokenizer
         self.prefill_tokens = prefill_tokens or run.config.evaluation.prefill_tokens
         self.max_length = max_length or run.config.evaluation.commonsense.max_length or run.config.data.seq_len
@@ -204,7 +205,7 @@ class TitansLM(TemplateLM):
         results, known, logits, state = [], None, None, None
         for _, prompt, continuation in requests:
             prompt = prompt or self.titans_tokenizer.before_text  # lm-eval gave a context of spaces to the continuation
-            if prompt != known:
+            if logits is None or prompt != known:
                 logits, state = prefill(self.model, torch.tensor([prompt]), self.prefill_tokens)
                 known = prompt
             found = continuation_logits(self.model, logits, state, continuation).float()
@@ -233,7 +234,7 @@ class TitansLM(TemplateLM):
     def generate_until(self, requests, disable_tqdm: bool = False) -> list[str]:
         """Continuation of each prompt, up to the first of its stop strings. Repetitions of a request differ if they are
         drawn: the n-th has the seed n."""
-        return [self._continue(*r.args, seed=n) for r, n in zip(requests, _repetitions(requests), strict=True)]
+        return [self._continue(r.args[0], r.args[1], n) for r, n in zip(requests, _repetitions(requests), strict=True)]
 
     @torch.no_grad()
     def _continue(self, prompt: str, options: dict, seed: int) -> str:
@@ -261,7 +262,8 @@ class _Answered(LM):
 
     def __init__(self, answers: dict[str, Any]):
         super().__init__()
-        self.answers, self.open = answers, []
+        self.answers = answers
+        self.open: list[Any] = []
 
     def _all(self, requests: list, stand_in: Any) -> list:
         keys = _keys(requests)
@@ -378,7 +380,7 @@ class Commonsense:
 
     def measure(self, index: int) -> dict:
         (task, document), requests = self.jobs[index]
-        answers = {}
+        answers: dict[str, Any] = {}
         for kind in _Answered.KINDS:
             part = [request for request in requests if request.request_type == kind]
             if part:

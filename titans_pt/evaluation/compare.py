@@ -54,11 +54,11 @@ def _rows(folder: RunFolder, task: str, step: int | None) -> tuple[int, list[dic
                     return summary["step"], rows
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
             raise UserError(f"{path}: damaged ({error}); make it again with: {_again(folder)}") from None
-    suite = next((suite for suite, tasks in _SUITES.items() if task in tasks), None)
-    if suite is None:
+    owner = next((name for name, tasks in _SUITES.items() if task in tasks), None)
+    if owner is None:
         names = ", ".join(name for tasks in _SUITES.values() for name in tasks)
         raise UserError(f"--task: given {task!r}; allowed: {names}")
-    asked = f"--suite {suite} {shlex.quote(f'evaluation.{suite}.tasks=[{task}]')}"
+    asked = f"--suite {owner} {shlex.quote(f'evaluation.{owner}.tasks=[{task}]')}"
     asked += f" --checkpoint {step}" if step is not None else ""
     raise UserError(f"{folder.path}: holds no results of {task}; make them with: {_again(folder)} {asked}")
 

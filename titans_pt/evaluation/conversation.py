@@ -60,7 +60,7 @@ def chat(
     for message in messages:
         began = time.perf_counter()
         ids = message_ids(run.tokenizer, message, system, first=state is None)
-        last = run.caching and run.caching.last
+        last = None if run.caching is None else run.caching.last
         logits, state = read_prompt(
             run.model, torch.tensor([ids]), run.config.evaluation.prefill_tokens, state, last=last
         )

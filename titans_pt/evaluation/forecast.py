@@ -11,7 +11,7 @@ from titans_pt.forecasting.datasets import season
 from titans_pt.forecasting.protocol import errors, last_value, ridge, seasonal
 from titans_pt.forecasting.published import MODELS, TABLE3
 from titans_pt.runs.loaded import LoadedRun
-from titans_pt.tasks.forecast import fingerprint, forecast_with
+from titans_pt.tasks.forecast import Forecast, fingerprint, forecast_with
 from titans_pt.tools.plots import new_figure, own_style, save_figure
 from titans_pt.tools.records import digest
 
@@ -27,6 +27,7 @@ class Forecasts:
     name = "forecast"
 
     def __init__(self, run: LoadedRun, config: Config):
+        assert isinstance(run.task, Forecast)  # the task that names this suite
         self.loaded, self.task = run, run.task
         self.series = run.task.read()
         if self.series.columns != run.task.columns:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -18,6 +18,8 @@ from titans_pt.evaluation.caching import read_prompt, with_caches
 from titans_pt.runs.loaded import LoadedRun, load_reading, load_run, save_reading
 from titans_pt.streaming import best_device, check_draws, chooser, continuations, padded, sample
 from titans_pt.tools.files import lines_of, read_text
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -118,17 +120,18 @@ def generate(
     run = opened(run_dir, step, overrides)
     _check(bool(prompt) or state_file is not None, "prompt", prompt, "some text, or none with a saved state")
     # A saved state is in the middle of a document.
-    ids = _opening(run.tokenizer, prompt) if state_file is None else ids_within(run.tokenizer, prompt or "")
+    ids = (_opening if state_file is None else ids_within)(run.tokenizer, prompt or "")
 
     logits, state, unfinished = (None, None, b"") if state_file is None else load_reading(run, state_file)
     began = time.perf_counter()
     if ids:
-        last = run.caching and run.caching.last
+        last = None if run.caching is None else run.caching.last
         logits, state = read_prompt(
             run.model, torch.tensor([ids]), run.config.evaluation.prefill_tokens, state, last=last
         )
         if logits.is_cuda:
             torch.cuda.synchronize(logits.device)
+    assert logits is not None  # of the state, or of ids: a document begins with at least one id
     read = time.perf_counter()
     tokens = Returning(
         sample(
@@ -183,7 +186,7 @@ def generate_batch(
     for first in range(0, len(asked), batch):
         rows = range(first, min(first + batch, len(asked)))
         ids, reset = padded([asked[row] for row in rows])
-        last = run.caching and run.caching.last
+        last = None if run.caching is None else run.caching.last
         logits, state = read_prompt(run.model, ids, run.config.evaluation.prefill_tokens, None, reset, last)
         choose = [chooser(temperature, top_k, top_p, seed + row) for row in rows]
         found = continuations(run.model, logits, state, max_new_tokens, {run.tokenizer.eos_id}, choose)
@@ -191,7 +194,8 @@ def generate_batch(
             decoder = StreamDecoder(run.tokenizer, continues=True)
             texts.append("".join(map(decoder.push, new)) + decoder.finish())
             written += len(new)
-            line = {"prompt": every[row].given, "prompt_tokens": len(asked[row]), "text": texts[-1], "tokens": len(new)}
+            line: dict[str, Any] = {"prompt": every[row].given, "prompt_tokens": len(asked[row])}
+            line |= {"text": texts[-1], "tokens": len(new)}
             line |= {} if every[row].expected is None else {"expected": every[row].expected}
             print(_one_line(line), flush=True)
     read, seconds = sum(map(len, asked)), time.perf_counter() - began
@@ -249,13 +253,16 @@ def print_text(decoder: StreamDecoder, tokens: Iterable[int], whole: bool) -> tu
     return "".join(pieces), len(pieces) - 1
 
 
-class Returning:
-    """Iterate over a generator and keep its return value in ``value``."""
+class Returning(Generic[T]):
+    """Iterate over a generator of ids and keep its return value."""
 
-    def __init__(self, generator: Generator):
-        self.generator, self.value = generator, None
+    value: T
+    """Set at the end of the generator."""
 
-    def __iter__(self) -> Iterator:
+    def __init__(self, generator: Generator[int, None, T]):
+        self.generator = generator
+
+    def __iter__(self) -> Iterator[int]:
         self.value = yield from self.generator
 
 

@@ -141,7 +141,8 @@ class _Pieces:
     """Tokens of prompts, part by part; a prompt begins as documents do in training."""
 
     def __init__(self, tokenizer: Any, haystack: Haystack):
-        self.tokenizer, self.haystack, self.known = tokenizer, haystack, {}
+        self.tokenizer, self.haystack = tokenizer, haystack
+        self.known: dict[tuple[str | None, str], list[int]] = {}
 
     def _string(self, before: str | None, text: str) -> list[int]:
         """Ids of ``text`` after ``before``; None: it begins the document."""

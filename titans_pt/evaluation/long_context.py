@@ -7,7 +7,7 @@ import resource
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,7 @@ class Sample:
     expected: list[str]
     answer_ids: list[int] | None
     """Tokens of the right answer after the prompt; None if several answers are right."""
-    chance_nats: float | None
+    chance_nats: float
     """Loss in nats of a model that knows the kind of answer, but not which answer is right."""
     log: dict[str, Any] = field(default_factory=dict)
     """Further entries of the record."""
@@ -120,7 +120,8 @@ class LongContext(ABC):
     def __init__(self, run: LoadedRun, config: Config):
         self.loaded, self.settings = run, getattr(config.evaluation, self.name)
         self.prefill_tokens, self.save_every = config.evaluation.prefill_tokens, config.evaluation.save_every
-        self.jobs = sorted(self._jobs(), key=lambda job: (job[1], self.settings.tasks.index(job[0])))
+        tasks: list[str] = list(self.settings.tasks)
+        self.jobs = sorted(self._jobs(), key=lambda job: (job[1], tasks.index(job[0])))
         # Earlier versions left out a tokenizer's begin tokens: with begin tokens, their records are of other prompts.
         self.keys = [digest(self.identity(*job), run.identity, *run.tokenizer.begin) for job in self.jobs]
         self._check_samples()
@@ -136,7 +137,7 @@ class LongContext(ABC):
             if self._lacking(*job):
                 length = needed = job[1]
                 same = [job for job in self.jobs if job[1] == length]
-                while more := max(self._lacking(task, needed, *which) for task, _, *which in same):
+                while more := max(self._lacking(task, needed, depth, index) for task, _, depth, index in same):
                     needed += more  # another length draws other prompts, some of them longer
                 raise UserError(f"evaluation.{self.name}.lengths: given {length}; with this tokenizer prompts without "
                                 f"a haystack need {needed}, room for the answer included")  # fmt: skip
@@ -150,7 +151,7 @@ class LongContext(ABC):
         return 0
 
     @abstractmethod
-    def _jobs(self) -> list[tuple[str, int, float | None, int]]: ...
+    def _jobs(self) -> Iterable[tuple[str, int, float | None, int]]: ...
 
     @abstractmethod
     def identity(self, task: str, length: int, depth: float | None, index: int) -> str:
@@ -177,7 +178,7 @@ class LongContext(ABC):
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         kept = run.results.evaluation / f"reading-{self.keys[index][:16]}.safetensors"
-        last = run.caching and run.caching.last
+        last = None if run.caching is None else run.caching.last
         reading = read(run.model, sample.ids[None], self.prefill_tokens, self.save_every, kept, last=last)
         logits, state, stretches = reading.logits, reading.state, reading.stretches
         nll = chance = None
@@ -218,7 +219,7 @@ class LongContext(ABC):
                 rates = {name: mean(part, name) for name in ("tokens", "prefill_tokens_per_s", "decode_tokens_per_s")}
                 peaks = {name: max(r[name] for r in part) for name in ("peak_memory", "state_bytes")}
                 by_length.append({"length": length, **self._scores(part), **rates, **peaks})
-                for depth in sorted({_depth(r) for r in part} - {None}):
+                for depth in sorted(d for d in {_depth(r) for r in part} if d is not None):
                     cell = [r for r in part if _depth(r) == depth]
                     cells.append({"length": length, "depth": depth, **self._scores(cell)})
             tasks[task] = {**self._scores(of_task), "by_length": by_length, "cells": cells}

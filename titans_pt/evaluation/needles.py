@@ -10,7 +10,7 @@ from titans_pt.evaluation.long_context import read
 from titans_pt.runs.loaded import LoadedRun
 from titans_pt.streaming import device_of
 from titans_pt.tasks.answers import EVALUATION_SEED, answered, stacked
-from titans_pt.tasks.needles import NeedlesInNoise
+from titans_pt.tasks.needles import Needles, NeedlesInNoise
 from titans_pt.tools.plots import plot_accuracy
 from titans_pt.tools.records import digest
 from titans_pt.tools.statistics import proportion, without_keys
@@ -28,7 +28,8 @@ class NeedleAnswers:
     def __init__(self, run: LoadedRun, config: Config):
         self.loaded, self.settings = run, config.evaluation.needles
         self.prefill_tokens, self.save_every = config.evaluation.prefill_tokens, config.evaluation.save_every
-        trained: NeedlesInNoise = run.task.questions(None)
+        assert isinstance(run.task, Needles)  # the task that names this suite
+        trained = run.task.questions(None)
         unseen = self.settings.noise == "unseen"
         self.jobs: list[tuple[NeedlesInNoise, int, int]] = []
         for length in sorted(set(self.settings.lengths)):
@@ -52,7 +53,7 @@ class NeedleAnswers:
                 rate = rows * stretch["tokens_per_s"]
                 print(f"needles: {stretch['tokens']:,} of {asked.length:,} tokens, {rate:,.0f} tokens/s", flush=True)
 
-        last = run.caching and run.caching.last
+        last = None if run.caching is None else run.caching.last
         reading = read(run.model, ids[:, :end], self.prefill_tokens, self.save_every, kept, show, last)
         right = answered(run.model, ids[:, end:].to(device), places.to(device) - end, reading.state)
         return {

@@ -80,7 +80,8 @@ def position_sums(losses: np.ndarray) -> list[list[float]]:
 
     The position of a token is the number of tokens before it in its stream: losses[i] is at i + 1.
     """
-    sums, start = [], 0
+    sums: list[list[float]] = []
+    start = 0
     while start < len(losses):
         stop = 2 ** len(sums)
         part = losses[start:stop]
@@ -104,16 +105,16 @@ class Perplexity:
     def __init__(self, run: LoadedRun, config: Config):
         self.loaded, self.config = run, config
         setting, folder, remedy = "data.dir", config.data.dir, f"the settings in {run.folder.config}"
-        if (text := config.evaluation.perplexity.text) is None:
-            another = f"evaluation.perplexity.text={folder} scores their validation tokens nevertheless"
-            files = TokenFiles.open(config, remedy=another)
-        else:
+        if (text := config.evaluation.perplexity.text) is not None:
             setting, folder = "evaluation.perplexity.text", text
             remedy = (f"titans prepare {run.folder.config} data.dir={text} data.tokenizer.path={run.folder.tokenizer} "
                       "'data.sources=[...]'")  # fmt: skip
             files = TokenFiles.of_another_text(config, Path(text))
             if files is None:
                 raise UserError(f"{setting}: {folder} holds no token files; make them with: {remedy}")
+        else:
+            another = f"evaluation.perplexity.text={folder} scores their validation tokens nevertheless"
+            files = TokenFiles.open(config, remedy=another)
         made = files.manifest["tokenizer_sha256"], files.tokenizer.eos_id  # a tokenizer.json does not name its eos
         if made != (run.tokenizer.sha256, run.tokenizer.eos_id):
             raise UserError(

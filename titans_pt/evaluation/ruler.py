@@ -14,7 +14,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from titans_pt.config import Config
+from titans_pt.config import Config, NeedleConfig
 from titans_pt.data_pipeline.tokenizers import ids_after
 from titans_pt.errors import UserError
 from titans_pt.evaluation.haystack import Haystack, Part, context, fill
@@ -81,6 +81,7 @@ class RulerNeedles(LongContext):
     draw them."""
 
     name = "needle"
+    settings: NeedleConfig
 
     def __init__(self, run: LoadedRun, config: Config):
         self.tokenizer = run.tokenizer
@@ -130,7 +131,7 @@ class RulerNeedles(LongContext):
         asked = [i for i, (key, _) in enumerate(drawn.told) if key in drawn.asked]
         answer = None
         if kind.single:
-            answer = ids_after(self.tokenizer, filled.parts[-1], f" {drawn.expected[0]}")
+            answer = ids_after(self.tokenizer, question_of(kind, drawn.asked), f" {drawn.expected[0]}")
         log = {
             "units": filled.units,
             "depth_tokens": [places[i] for i in asked],

@@ -188,7 +188,7 @@ def figures(summary: dict) -> dict[str, float]:
 
     Settings, and curves and tables, which are lists, are left out.
     """
-    found = {}
+    found: dict[str, float] = {}
     for key, value in summary.items():
         if isinstance(value, dict) and key != "settings":
             found |= {f"{key}.{name}": number for name, number in figures(value).items()}

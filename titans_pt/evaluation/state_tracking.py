@@ -32,7 +32,8 @@ class StateAnswers:
     def __init__(self, run: LoadedRun, config: Config):
         self.loaded, self.settings = run, config.evaluation.state_tracking
         self.prefill_tokens, self.save_every = config.evaluation.prefill_tokens, config.evaluation.save_every
-        task: StateTracking = run.task
+        task = run.task
+        assert isinstance(task, StateTracking)  # the task that names this suite
         self.tokens = task.settings.tokens
         lengths = sorted(set(self.settings.lengths))
         read = lengths[-1:] if task.asked(lengths[-1]).prefixes else lengths
@@ -61,7 +62,8 @@ class StateAnswers:
             whole = (right | ~asked)[:, :end].all(1)
             found.append({"length": length, "last": int(right[np.arange(rows), last].sum()), "whole": int(whole.sum()),
                           "right": int(right[:, :end].sum()), "answers": int(asked[:, :end].sum())})  # fmt: skip
-        positions, start = [], 0
+        positions: list[list[int]] = []
+        start = 0
         while start < asked.shape[1]:
             stop = 2 ** len(positions)
             positions.append([int(right[:, start:stop].sum()), int(asked[:, start:stop].sum())])

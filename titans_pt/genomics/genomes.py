@@ -26,7 +26,7 @@ class Genome:
         return packages.member(self.package, self.path)
 
 
-GENOMES: dict[GenomeName, Genome] = {
+GENOMES: dict[str, Genome] = {
     "ecoli": Genome(
         packages.BOWTIE, "usr/share/doc/bowtie/examples/genomes/NC_008253.fna.gz",
         "Escherichia coli 536, NC_008253, 4.94 Mb",
