@@ -1,6 +1,7 @@
 """The test of a labelled set: accuracy and Matthews' correlation, beside baselines that need no model."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,7 +14,6 @@ from titans_pt.genomics.baselines import columns, confusion, distinct, score
 from titans_pt.genomics.sets import centre
 from titans_pt.runs.loaded import LoadedRun
 from titans_pt.streaming import device_of
-from titans_pt.tasks.classify_dna import ClassifyDna
 from titans_pt.tools.plots import new_figure, own_style, save_figure
 from titans_pt.tools.records import digest
 from titans_pt.tools.statistics import proportion
@@ -27,10 +27,10 @@ class ClassesOfTest:
     name = "classes"
 
     def __init__(self, run: LoadedRun, config: Config):
-        assert isinstance(run.task, ClassifyDna)  # the task that names this suite
-        self.loaded, self.settings = run, run.task.settings
+        task: Any = run.task  # ClassifyDna, or another task with its settings and trained_on
+        self.loaded, self.settings = run, task.settings
         found = prepared.read(Path(config.data.dir))
-        trained = run.task.trained_on
+        trained = task.trained_on
         if trained and trained != found.sha256:
             raise UserError(f"data.dir: {config.data.dir} holds another set than {run.folder.path} was trained on; "
                             "give data.dir=FOLDER, where that one is")  # fmt: skip

@@ -3,12 +3,13 @@
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 from titans_pt.config import Config
 from titans_pt.runs.loaded import LoadedRun
 from titans_pt.streaming import device_of
 from titans_pt.tasks.answers import EVALUATION_SEED, answered, stacked
-from titans_pt.tasks.recall import MQAR, Recall
+from titans_pt.tasks.recall import MQAR
 from titans_pt.tools.plots import new_figure, own_style, save_figure
 from titans_pt.tools.records import digest
 from titans_pt.tools.statistics import proportion, without_keys
@@ -24,8 +25,8 @@ class RecallAnswers:
 
     def __init__(self, run: LoadedRun, config: Config):
         self.loaded, self.settings = run, config.evaluation.recall
-        assert isinstance(run.task, Recall)  # the task that names this suite
-        self.trained = run.task.mqar
+        task: Any = run.task  # Recall, or another task with its mqar
+        self.trained: MQAR = task.mqar
         self.jobs = [(by, value, questions, first) for by, value, questions, count in self._kinds()
                      for first in range(0, count, ROWS)]  # fmt: skip
         self.counts = {(by, value): count for by, value, _, count in self._kinds()}
