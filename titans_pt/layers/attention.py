@@ -169,7 +169,7 @@ class Attention(nn.Module):
         else:
             prefix_k = prefix_v = None
         first = self._first(batch, k.shape[1] - length, length, state, documents, plain.device)
-        always = None if prefix_k is None else Prefix(plain, prefix_k, prefix_v)
+        always = None if prefix_k is None or prefix_v is None else Prefix(plain, prefix_k, prefix_v)
         bounds = None if documents is None else documents.bounds
         y = causal_attention(q, k, v, window=self.window, sinks=self.sinks, prefix=always, first=first, bounds=bounds)
         k, v, visible = self._after(k, v, first)

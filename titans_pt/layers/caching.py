@@ -165,8 +165,8 @@ class Caching(nn.Module):
         top = torch.full_like(first[..., :1], power * math.log(_LEAST), dtype=dtype)
         total, count, before = torch.zeros_like(first, dtype=dtype), torch.zeros_like(top), first.to(dtype)
         here = torch.cat([caches.numbers != NONE, torch.ones(len(running), 1, dtype=torch.bool)], 1)
-        here = here.to(running.device).view(*here.shape, 1, 1, 1).unbind(1)
-        for answer, visible in zip(chain(cached, [running]), here, strict=True):
+        here = here.to(running.device).view(*here.shape, 1, 1, 1)
+        for answer, visible in zip(chain(cached, [running]), here.unbind(1), strict=True):
             answer = answer.to(dtype)
             score = power * ((answer - before).square().sum(-1, keepdim=True) + _LEAST).log()
             score = score.masked_fill(~visible, -torch.inf)

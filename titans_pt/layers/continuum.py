@@ -20,6 +20,7 @@ from titans_pt.layers.gradients import with_gradients
 from titans_pt.layers.memory import MemoryNetwork, network_shape
 from titans_pt.layers.memory_costs import stale_flops
 from titans_pt.layers.memory_gates import MemoryGates, of_chunk
+from titans_pt.layers.modules import Modules
 from titans_pt.layers.norm import RMSNorm
 from titans_pt.layers.sharding import Shard
 
@@ -72,8 +73,8 @@ class LevelMemory(nn.Module):
             forget_to=self.config.forget_to,
             initial_state=state,
             output_final_state=True,
-            reset=documents and documents.starts,
-            max_resets=documents and documents.most,
+            reset=documents.starts if documents else None,
+            max_resets=documents.most if documents else None,
             save_every=self.config.save_every,
             stale=True,
         )  # fmt: skip
@@ -104,7 +105,7 @@ class Level(nn.Module):
         return x + y, state
 
 
-class ContinuumMemory(nn.ModuleList):
+class ContinuumMemory(Modules[Level]):
     """The levels of ``model.mlp_periods``, one after the other: (B, T, d_model) -> (B, T, d_model)."""
 
     def __init__(self, config: ModelConfig):

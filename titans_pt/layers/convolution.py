@@ -71,7 +71,7 @@ class ShortConvolution(nn.Module):
             reach = torch.where(documents.begin < 0, past, (place - documents.begin).clamp(max=past))
         y = short_convolution(x, state, self.weight, self.bias, reach=reach, silu=silu, unit=unit)
         newest = x[:, -past:] if x.shape[1] >= past else torch.cat([state, x], 1)[:, -past:]
-        if documents is not None:  # keep only inputs of the newest token's document
+        if reach is not None:  # keep only inputs of the newest token's document
             age = torch.arange(past - 1, -1, -1, device=x.device)
             newest = torch.where((age <= reach[:, -1:])[..., None], newest, 0.0)
         return y, newest

@@ -22,8 +22,9 @@ from titans_pt.layers.memory import (
 )
 from titans_pt.layers.memory_costs import inner_flops, kept_bytes, stale_flops
 from titans_pt.layers.memory_gates import MemoryGates, of_chunk
+from titans_pt.layers.modules import Modules
 from titans_pt.layers.norm import RMSNorm
-from titans_pt.layers.sharding import Shard
+from titans_pt.layers.sharding import Shard, Sharding
 from titans_pt.layers.state import ALIKE, check_kind, map_tensors
 
 Starts = tuple[Weights, ...]
@@ -50,7 +51,7 @@ class HierarchyState:
 class InnerMemory(nn.Module):
     """One memory, with its own gates and network. ``chunk`` may change; the gates keep the first chunk's step bound."""
 
-    sharding = {}
+    sharding: Sharding = {}
 
     def __init__(self, d_model: int, n_heads: int, width: int, config: MemoryConfig, chunk: int):
         super().__init__()
@@ -83,11 +84,14 @@ class HierarchicalMemory(nn.Module):
         head_width: int | None = None,
     ):  # fmt: skip
         super().__init__()
+        assert config.hierarchy is not None
         self.config, self.hierarchy = config, config.hierarchy
         self.q, self.k, self.v = projections(d_model, n_heads, conv_width, config, head_width)
         width = head_width or d_model // n_heads
         chunks = (self.hierarchy.chunk, *self.hierarchy.locals)
-        self.memories = nn.ModuleList(InnerMemory(d_model, n_heads, width, config, chunk) for chunk in chunks)
+        self.memories: Modules[InnerMemory] = Modules(
+            InnerMemory(d_model, n_heads, width, config, chunk) for chunk in chunks
+        )
         self.output_norm = RMSNorm(width, eps=norm_eps)
 
     def forward(
@@ -157,7 +161,7 @@ class HierarchicalMemory(nn.Module):
         if self.hierarchy.projection:
             q, keys = linear_memory(q, k, k, initial_state=state and state.keys, output_final_state=True, reset=reset)
             q = F.normalize(q, dim=-1, eps=1e-6)
-        total = 0
+        total = y.new_zeros(())
         for n in range(1, len(self.memories)):
             out, memory = self._read(n, chunks[n], q, k, v, x, start, before[n], reset, most)
             total, memories = total + out, [*memories, memory]
@@ -190,6 +194,7 @@ class HierarchicalMemory(nn.Module):
             save_every=self.config.save_every,
             stale=n == 0,
         )  # fmt: skip
+        assert after is not None
         if n == 0 or memory.gates.rule.nonlinear:  # a call inside one chunk reads nothing that it writes
             y = with_gradients(y, k, v, theta, eta, alpha, *own)
         return y, after
@@ -197,8 +202,10 @@ class HierarchicalMemory(nn.Module):
     def set_progress(self, done: float):
         """Set the local memories' chunk sizes for the share ``done`` of the training that is complete."""
         levels = self.hierarchy
-        final = levels.final_locals is not None and done > 1 - levels.final_share
-        for memory, chunk in zip(self.memories[1:], levels.final_locals if final else levels.locals, strict=True):
+        chunks = levels.locals
+        if levels.final_locals is not None and done > 1 - levels.final_share:
+            chunks = levels.final_locals
+        for memory, chunk in zip(self.memories[1:], chunks, strict=True):
             memory.chunk = chunk
 
     def start_after(self, prefix: Tensor) -> tuple[Tensor, Starts]:

@@ -128,7 +128,7 @@ class MemoryNetwork(nn.Module):
     def forward(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, Tensor] | None]:
         """``depth`` weights (H, d_in, d_out), and the LayerNorm's (weight, bias), each (H, D), or None."""
         weights, norm = self.learned()
-        return tuple(w.clone() for w in weights), norm and tuple(p.clone() for p in norm)
+        return tuple(w.clone() for w in weights), norm and (norm[0].clone(), norm[1].clone())
 
     def learned(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, Tensor] | None]:
         """The parameters themselves."""
@@ -218,13 +218,14 @@ class NeuralMemory(nn.Module):
         if start is None and state and state.start:
             start = tuple(w[0] for w in state.start)
             check_start(start, weights)
-        tokens, before = (q, k, v, *self.gates(x, v)), state and state.memory
+        tokens = (q, k, v, *self.gates(x, v))
+        before, caches = (state.memory, state.caches) if state else (None, None)
         run = partial(self._along, start or weights, norm, chunk_size or self.config.chunk_size)
-        caches = None
         if self.caching is None or chunk_size:
             y, memory = run(tokens, before, documents)
+            caches = None
         else:
-            given = self.caching, run, start or weights, norm, x, tokens, before, state and state.caches, documents
+            given = self.caching, run, start or weights, norm, x, tokens, before, caches, documents
             if torch.compiler.is_compiling():  # it would compile every piece separately
                 # Not at the top: importing torch's compiler takes seconds.
                 from titans_pt.kernels.memory import uncompiled
@@ -254,8 +255,8 @@ class NeuralMemory(nn.Module):
             forget_to=self.config.forget_to,
             initial_state=before,
             output_final_state=True,
-            reset=documents and documents.starts,
-            max_resets=documents and documents.most,
+            reset=documents.starts if documents else None,
+            max_resets=documents.most if documents else None,
             backend=self.backend,
             save_every=self.config.save_every,
             soup=soup,
@@ -275,19 +276,18 @@ class NeuralMemory(nn.Module):
         given = tokens if u is None else (*tokens, u)
         # One split: separate slices would each fill a tensor of the whole length in the backward pass.
         parts = zip(*(t.split([piece.end - piece.begin for piece in found], 1) for t in given), strict=True)
-        for piece, own in zip(found, parts, strict=True):
-            vectors = None
-            if u is not None:
-                *own, vectors = own
+        for piece, part in zip(found, parts, strict=True):
+            own, vectors = (part, None) if u is None else (part[:-1], part[-1])
             here = documents.cut(piece.begin, piece.end) if documents and any(piece.new_document) else None
             caches = caching.begun(caches, piece.new_document)
             if caching.config.fresh:
                 memory, here = self._begun(memory, here, caches.place % caching.config.segment == 0, own[0])
             # Computed even without caches: parameters of learned shares then have zero gradients on every rank.
             shares = caching.shares(vectors, own[1], caches) if caching.reads else None
-            averaged = caching.config.soup and bool(caches.weights) and shares is not None
-            soup = Soup(caches.weights, shares) if averaged else None
-            y, memory = run(tuple(own), memory, here, soup)
+            soup = None
+            if caching.config.soup and caches.weights and shares is not None:
+                soup = Soup(caches.weights, shares)
+            y, memory = run(own, memory, here, soup)
             cached = (self._answer(own[0], weights, norm) for weights in caches.weights)
             if shares is not None and soup is None:
                 y = caching.weighted(y, cached, shares)

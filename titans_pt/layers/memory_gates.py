@@ -163,8 +163,8 @@ class Gates(nn.Module):
             for gate, each in zip(self.rule.gates.values(), own, strict=True)
         )
         if self.config.theta == "bounded":
-            share = self.rule.share(v.to(theta.dtype), tuple(gate.unsqueeze(-1) for gate in own))
-            theta = theta if share is None else theta * share.unsqueeze(-1)
+            used = self.rule.share(v.to(theta.dtype), tuple(gate.unsqueeze(-1) for gate in own))
+            theta = theta if used is None else theta * used.unsqueeze(-1)
         if not self.writes:  # times 0: every parameter keeps a gradient, which data parallelism counts on
             theta, eta, alpha = 0 * theta, 0 * eta, 0 * alpha
         return theta, eta, alpha, *own
@@ -212,16 +212,17 @@ class MemoryGates(Gates):
         raw = self.linear(x)
         raw = raw.to(state_dtype(x))
         raw = raw.unflatten(-1, (self.n_heads, self.layers, self.kinds))  # heads outermost: they split over ranks
-        alpha, own = None, ()
-        if self.alpha_out is not None:
+        alpha: Tensor | None = None
+        own: tuple[Tensor, ...] = ()
+        if self.alpha_in is not None and self.alpha_out is not None:
             alpha = self.alpha_out(self.alpha_in(x)).to(state_dtype(x)).unflatten(-1, (self.n_heads, -1))
         if self.own is not None:
             own = self.own(x).to(state_dtype(x)).unflatten(-1, (self.n_heads, -1)).unbind(-1)
-        theta, eta, alpha, *own = self.opened(raw, alpha, own, v)
+        theta, eta, alpha, *opened = self.opened(raw, alpha, own, v)
         if self.layers == 1:
             theta, eta = theta.squeeze(-1), eta.squeeze(-1)
             alpha = alpha.squeeze(-1) if self.alpha_out is None else alpha
-        return theta, eta, alpha, *own
+        return theta, eta, alpha, *opened
 
     def flops(self) -> Flops:
         """Per token."""

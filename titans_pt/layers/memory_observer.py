@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,9 @@ from titans_pt.layers.caching import segment_starts
 from titans_pt.layers.memory import NeuralMemory
 from titans_pt.layers.self_modifying import SelfModifyingMemory
 from titans_pt.layers.state import map_tensors
+
+Observed = NeuralMemory | SelfModifyingMemory
+"""A memory that can be observed."""
 
 
 @dataclass
@@ -63,12 +67,12 @@ class _KernelInputs:
 
     def cut(self, place: int) -> tuple["_KernelInputs", "_KernelInputs"]:
         """Split into two calls at the token ``place``; the caller sets the state of the second."""
-        tree = (self.tokens, self.reset)
-        halves = []
-        for part in (slice(None, place), slice(place, None)):
-            tokens, reset = map_tensors(tree, lambda x, part=part: x[:, part])
-            halves.append(replace(self, tokens=tokens, reset=reset))
-        return tuple(halves)
+
+        def part(tokens: slice) -> _KernelInputs:
+            own, reset = map_tensors((self.tokens, self.reset), lambda x: x[:, tokens])
+            return replace(self, tokens=own, reset=reset)
+
+        return part(slice(None, place)), part(slice(place, None))
 
 
 class MemoryObserver:
@@ -77,10 +81,10 @@ class MemoryObserver:
     With ``newest`` it keeps only the first row of the newest call, for :meth:`sample`.
     """
 
-    def __init__(self, memory: NeuralMemory | SelfModifyingMemory, newest: bool = False):
+    def __init__(self, memory: Observed, newest: bool = False):
         self.memory, self.newest = memory, newest
         self._calls: list[_KernelInputs] = []
-        self._parts: dict[str, object] = {}
+        self._parts: dict[str, Any] = {}
         self._signature = inspect.signature(memory.forward)
         names = ("x", "q", "gates.readout") if isinstance(memory, SelfModifyingMemory) else ("k", "v", "gates")
         parts = {name: memory.get_submodule(name) for name in (*names, "network")}
@@ -100,8 +104,10 @@ class MemoryObserver:
             rows, length = given["x"].shape[:2]
             place = state.caches.place if state and state.caches else torch.zeros(rows, dtype=torch.int64)
             starts = segment_starts(place, length, caching.config.segment, starts)
-        parts, author = self._parts, None
+        parts = self._parts
         weights, norm = parts["network"]
+        tokens: tuple[Tensor, ...]
+        author: Author | None = None
         if isinstance(self.memory, SelfModifyingMemory):
             tokens = (self.memory.queries(parts["x"][0], parts["q"][0]),)
             author = partial(self.memory.written, parts["gates.readout"])
@@ -121,7 +127,8 @@ class MemoryObserver:
 
         Tokens read before them are the persistent prefix, which is no part of the text.
         """
-        calls, left = [], tokens
+        calls: list[_KernelInputs] = []
+        left = tokens
         while left > 0:
             calls.insert(0, self._calls.pop())
             left -= calls[0].length
@@ -149,7 +156,8 @@ class MemoryObserver:
                     k, k, v, theta, eta, alpha, past.weights, own=tuple(own), **options
                 )  # fmt: skip
             else:
-                _, call.state = self_modifying_memory(*past.tokens, past.author, past.weights, **options)
+                (q,) = past.tokens
+                _, call.state = self_modifying_memory(q, past.author, past.weights, **options)
         return MemoryFigures(*(figure.float().cpu() for figure in self._figures(call)))
 
     def _options(self, call: _KernelInputs) -> dict:
@@ -169,7 +177,8 @@ class MemoryObserver:
             trace = memory_trace(k, v, theta, eta, alpha, call.weights, own=tuple(own), **self._options(call))
             shown = slice(None)
         else:
-            trace = self_modifying_trace(*call.tokens, call.author, call.weights, **self._options(call))
+            (q,) = call.tokens
+            trace = self_modifying_trace(q, call.author, call.weights, **self._options(call))
             shown = SelfModifyingMemory.main
         found = trace.surprise, trace.theta, trace.eta, trace.alpha, trace.weight_norm, trace.momentum_norm
         return tuple(figure[..., shown] for figure in found)
@@ -179,10 +188,9 @@ class MemoryObserver:
             handle.remove()
 
 
-def memories_of(model: nn.Module) -> dict[str, nn.Module]:
+def memories_of(model: nn.Module) -> dict[str, Observed]:
     """Every memory of ``model`` that can be observed, by the module's name."""
-    kinds = (NeuralMemory, SelfModifyingMemory)
-    return {name: module for name, module in model.named_modules() if isinstance(module, kinds)}
+    return {name: module for name, module in model.named_modules() if isinstance(module, Observed)}
 
 
 @contextmanager

@@ -143,9 +143,9 @@ class SelfModifyingMemory(nn.Module):
             rule=self.gates.rule,
             chunk_size=self.config.chunk_size,
             forget_to=self.config.forget_to,
-            initial_state=state and state.memory,
+            initial_state=state.memory if state else None,
             output_final_state=True,
-            reset=documents and documents.starts,
+            reset=documents.starts if documents else None,
             save_every=self.config.save_every,
         )
         assert after is not None

@@ -6,7 +6,7 @@ class to be registered, also for mixers outside this repository.
 
 import copy
 import enum
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from functools import cache
 from types import NoneType, UnionType
@@ -48,7 +48,7 @@ def with_parts(state: Any, values: Iterable[Any]) -> Any:
             raise TypeError(f"state: holds a {type(state).__qualname__}; a state is made of tensors and plain values "
                             "in dataclasses, tuples, lists and dicts")  # fmt: skip
         return state
-    if is_dataclass(state):
+    if is_dataclass(state) and not isinstance(state, type):
         return replace(state, **{f.name: value for f, value in zip(fields(state), values, strict=True)})
     if isinstance(state, dict):
         other = copy.copy(state)  # a defaultdict or OrderedDict stays one
@@ -152,9 +152,9 @@ def join_rows(states: Sequence[Any], place: str = "the whole") -> Any:
     """
     if not states:
         raise UserError("states: given none; pass at least one")
-    own = {getattr(type(state), "join_rows", None) for state in states}
-    if len(own) == 1 and None not in own:
-        return own.pop()(states, place)
+    own, *others = {getattr(type(state), "join_rows", None) for state in states}
+    if own is not None and not others:
+        return own(states, place)
     if hasattr(states[0], "take_rows"):
         raise TypeError(f"{type(states[0]).__qualname__}: has a method take_rows, but no static method join_rows")
     return join_parts(states, place)
@@ -171,7 +171,8 @@ def join_parts(states: Sequence[Any], place: str) -> Any:
             )
     if isinstance(first, torch.Tensor):
         return torch.cat(tuple(states))
-    joined, metadata = [], {f.name: f.metadata for f in fields(first)} if is_dataclass(first) else {}
+    joined: list[Any] = []
+    metadata: dict[str, Mapping] = {f.name: f.metadata for f in fields(first)} if is_dataclass(first) else {}
     for name, *of_each in zip([name for name, _ in parts(first)], *map(_values, states), strict=True):
         inner = name if place == "the whole" else f"{place}.{name}"
         kind = metadata.get(name, {})

@@ -109,9 +109,10 @@ class TestTimeTraining(nn.Module):
         tau = (1 / torch.arange(1, self.mini_batch + 1, device=x.device, dtype=tau.dtype) + tau).clamp(min=0)
         weights, biases, norm = self.network()
         y, memory = ttt_memory(
-            q, k, v, rate, tau, weights, biases, norm, initial_state=state and state.memory, output_final_state=True,
-            reset=None if documents is None else documents.starts,
+            q, k, v, rate, tau, weights, biases, norm, initial_state=state.memory if state else None,
+            output_final_state=True, reset=documents.starts if documents else None,
         )  # fmt: skip
+        assert memory is not None
         y = self.norm(y.flatten(-2)) * F.gelu(self.gate(x), approximate="tanh")
         return self.out(y), TestTimeTrainingState(memory, inputs)
 

@@ -1,9 +1,8 @@
 """The backbone: blocks of a sequence mixer and an MLP each, between a task's input and output ends."""
 
 import importlib.util
-from collections.abc import Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +15,7 @@ from titans_pt.layers.documents import Documents
 from titans_pt.layers.flops import Flops
 from titans_pt.layers.lora import LowRank, adapt
 from titans_pt.layers.mlp import SwiGLU
+from titans_pt.layers.modules import Modules
 from titans_pt.layers.norm import RMSNorm
 from titans_pt.layers.sharding import Shard
 from titans_pt.layers.state import check_kind, check_rows, compact, declared_states, rows
@@ -66,16 +66,12 @@ class Block(nn.Module):
         return self.mixer.flops(length) + levels + self.mlp.flops()
 
 
-class Backbone(nn.ModuleList):
+class Backbone(Modules[Block]):
     """The n_layers blocks of a config's ``model`` section, in order: (B, T, d_model) -> (B, T, d_model).
 
     The layers around them (embedding, norm, head, ...) belong to the task. One call serves training, evaluation and
     generation; causal, rows independent.
     """
-
-    if TYPE_CHECKING:  # nn.ModuleList declares items of any module type
-
-        def __iter__(self) -> Iterator[Block]: ...
 
     def __init__(self, config: ModelConfig):
         super().__init__(Block(mixer, config) for mixer in config.pattern)

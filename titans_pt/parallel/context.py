@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from titans_pt.layers.documents import Documents
+from titans_pt.models.backbone import Backbone, Block
 from titans_pt.models.ways import Blocks
 from titans_pt.parallel.topology import RankGroup
 
@@ -40,7 +41,7 @@ class Context:
         self._sent: list[tuple[dist.Work, Tensor]] = []
 
     def __call__(
-        self, backbone, blocks: Blocks, states: bool, x: Tensor, state: Any, documents: Documents | None
+        self, backbone: Backbone, blocks: Blocks, states: bool, x: Tensor, state: Any, documents: Documents | None
     ) -> tuple[Tensor, Any]:
         if state is not None:
             return blocks(x, state, documents)
@@ -84,8 +85,8 @@ class Context:
         if self._behind is None:
             return x
         skeleton, found = _parts(state, x.device)
-        header = pickle.dumps(([(t.shape, t.dtype) for t in found], skeleton))
-        header = torch.frombuffer(bytearray(header), dtype=torch.uint8)
+        text = pickle.dumps(([(t.shape, t.dtype) for t in found], skeleton))
+        header = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         self._post(torch.tensor(len(header)), self._behind, self.host)
         self._post(header, self._behind, self.host)
         self._give(found, self._behind)
@@ -108,16 +109,18 @@ class Context:
         dist.recv(message, rank, self.group.group)
         return _contents(message, shapes)
 
-    def _post(self, message: Tensor, rank: int, group: dist.ProcessGroup):
+    def _post(self, message: Tensor, rank: int, group: dist.ProcessGroup | None):
         """Sends without waiting: the rank that receives may be a layer behind."""
-        self._sent.append((dist.isend(message, rank, group), message))
+        work = dist.isend(message, rank, group)
+        assert work is not None  # this rank is in the group
+        self._sent.append((work, message))
 
 
-def _mix(block: nn.Module, x: Tensor, state: Any, documents: Documents | None) -> tuple[Tensor, Any]:
+def _mix(block: Block, x: Tensor, state: Any, documents: Documents | None) -> tuple[Tensor, Any]:
     return block.mix(x, state, documents)
 
 
-def _feed(block: nn.Module, x: Tensor) -> Tensor:
+def _feed(block: Block, x: Tensor) -> Tensor:
     return block.feed(x)
 
 

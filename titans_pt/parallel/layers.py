@@ -71,9 +71,9 @@ class SplitLayerNorm(nn.Module):
         return self.exchanges.copy(self.exchanges.reduce(x.sum(-1, keepdim=True))) / self.width
 
 
-def split_norm(norm: nn.Module, exchanges: Exchanges) -> nn.Module:
+def split_norm(norm: nn.LayerNorm | nn.RMSNorm, exchanges: Exchanges) -> nn.Module:
     """A norm over the heads of all ranks, in place of ``norm``, which would see only a rank's own heads."""
-    return (SplitLayerNorm if isinstance(norm, nn.LayerNorm) else SplitRMSNorm)(norm, exchanges)
+    return SplitLayerNorm(norm, exchanges) if isinstance(norm, nn.LayerNorm) else SplitRMSNorm(norm, exchanges)
 
 
 class _VocabularyCrossEntropy(torch.autograd.Function):

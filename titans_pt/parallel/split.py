@@ -9,6 +9,7 @@ then cut: every number of tensor ranks starts with the same weights.
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +30,8 @@ class ShardingRule:
     cut: dimension along which all its own parameters are cut. An adapter's matrix without this dimension stays whole,
         and its gradients are summed over ranks.
     before, after: exchange (a method of Exchanges) of its inputs and of its output.
-    becomes: makes the module that takes its place, from (module, exchanges).
+    becomes: makes the module that takes its place, from (module, exchanges); takes modules of one class, such as
+        embeddings.
     summed: its parameters are whole but used on a rank's own heads: their gradients are summed over ranks.
     between: it lies between mixers and MLPs: with parallel.sequence its gradients are also summed.
     filled: its size need not be a multiple of the number of ranks: the last parts are padded with zeros.
@@ -38,7 +40,7 @@ class ShardingRule:
     cut: int | None = None
     before: str | None = None
     after: str | None = None
-    becomes: Callable[[nn.Module, Exchanges], nn.Module] | None = None
+    becomes: Callable[[Any, Exchanges], nn.Module] | None = None
     summed: bool = False
     between: bool = False
     filled: bool = False
@@ -126,6 +128,9 @@ class TensorParallel:
                     self._cut(names[id(p)], p, rule.cut)
                 if rule.summed or (rule.between and self.exchanges.sequence):
                     self._sum(p)
+            if not (rule.before or rule.after or rule.becomes):
+                continue
+            assert isinstance(part, nn.Module), f"{path}: a parameter can only be cut or summed"
             if rule.before:
                 part.register_forward_pre_hook(_before(getattr(self.exchanges, rule.before)))
             if rule.after:

@@ -22,7 +22,7 @@ class RankGroup:
     def __init__(self, rank: int = 0, size: int = 1, group: dist.ProcessGroup | None = None):
         self.rank, self.size, self.group = rank, size, group
 
-    def all_reduce(self, x: Tensor, op: dist.ReduceOp = dist.ReduceOp.SUM) -> Tensor:
+    def all_reduce(self, x: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
         """Reduction over ranks, element by element; the argument is not changed."""
         if self.size == 1:
             return x

@@ -20,7 +20,9 @@ def attention_plan(attention: nn.Module, x: Tensor, prefix: bool) -> TokenPlan:
     rotation = Rotation(attention.turns(), x)
     inputs = Maps(len(x), *attention_maps(attention, x, rotation))
     q, k, v = inputs.out
-    queries = [inputs.unturned[0], q] if prefix else [q]
+    unturned = inputs.unturned[0]
+    assert unturned is not None  # its map has a rotation
+    queries = [unturned, q] if prefix else [q]
     attend, k, v = AttentionToken(attention.n_heads, attention.kv_heads, *queries), k.view(shape), v.view(shape)
 
     def accepts(state: AttentionState) -> bool:
@@ -32,7 +34,8 @@ def attention_plan(attention: nn.Module, x: Tensor, prefix: bool) -> TokenPlan:
         inputs()
         keys, values = (torch.cat([old.to(new.dtype), new], 1) for old, new in ((state.k, k), (state.v, v)))
         keys, values = attention.kept(keys, values, window)
-        attend(*([(state.prefix_k, state.prefix_v)] if prefix else []), (keys, values))
+        always = [] if state.prefix_k is None or state.prefix_v is None else [(state.prefix_k, state.prefix_v)]
+        attend(*always, (keys, values))
         keys, values = attention.kept(keys, values, window and window - 1)
         return AttentionState(keys, values, state.prefix_k, state.prefix_v, None, state.position + 1)
 
@@ -55,7 +58,7 @@ def key_value_maps(attention: Attention, x: Tensor | int, rotation: Rotation) ->
     )
 
 
-def _norm(norm: nn.Module | None) -> dict[str, Tensor | float]:
+def _norm(norm: RMSNorm | None) -> dict[str, Tensor | float]:
     """A map's fields for the norm of its heads."""
     return {} if norm is None else {"norm": plain(norm, RMSNorm).weight, "eps": norm.eps}
 

@@ -10,7 +10,7 @@ from titans_pt.models.backbone import Backbone, Block
 from titans_pt.token_plans.mixers import mixer_plan
 from titans_pt.token_plans.mlp import mlp_plan
 from titans_pt.token_plans.norm import norm_step
-from titans_pt.token_plans.plan import TokenPlan, through_plan
+from titans_pt.token_plans.plan import Module, TokenPlan, through_plan
 
 
 def put_on(model: nn.Module):
@@ -54,7 +54,7 @@ def feeding_plan(block: Block, x: Tensor) -> TokenPlan:
 
 
 def _after_norm(
-    x: Tensor, norm: nn.Module, part: nn.Module, make: Callable[[nn.Module, Tensor, Tensor], TokenPlan]
+    x: Tensor, norm: nn.Module, part: Module, make: Callable[[Module, Tensor, Tensor], TokenPlan]
 ) -> TokenPlan:
     normal, normalise = norm_step(norm, x)
     plan = make(part, normal, x)

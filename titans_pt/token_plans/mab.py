@@ -14,11 +14,12 @@ from titans_pt.token_plans.plan import TokenPlan, affine_map, weight_of
 def mab_plan(mixer: MAB, x: Tensor, term: Tensor) -> TokenPlan:
     attention = attention_plan(mixer.attention, x, prefix=False)
     memory = memory_plan(mixer.memory, x)
-    if mixer.memory_share is None:
+    if mixer.memory_out is not None:
         of_memory = Map(memory.out, weight_of(mixer.memory_out), term=term)
         out = Maps(len(x), of_memory, Map(attention.out, weight_of(mixer.out), term=0))
         steps: list[Step] = [out]
     else:
+        assert mixer.memory_share is not None
         share = Maps(len(x), affine_map(x, mixer.memory_share))
         mixed, mix = blend(attention.out, memory.out, share.out[0])
         out = Maps(len(x), Map(mixed, weight_of(mixer.out), term=term))

@@ -24,8 +24,10 @@ def mac_plan(mixer: MAC, x: Tensor, term: Tensor) -> TokenPlan:
     recall, recalled = recall_step(mixer.memory, queries)
     group = Maps(len(x), *key_value_maps(attention, recalled, rotation))
     prefix = mixer.persistent is not None
-    unturned = [inputs.unturned[1]] if prefix else []
-    attend = AttentionToken(attention.n_heads, attention.kv_heads, *unturned, turned, turned)
+    unturned = inputs.unturned[1]
+    assert unturned is not None  # its map has a rotation
+    attended = [unturned, turned, turned] if prefix else [turned, turned]
+    attend = AttentionToken(attention.n_heads, attention.kv_heads, *attended)
     written = joined = attend.out
     steps = []
     if mixer.write is not None:
@@ -35,7 +37,7 @@ def mac_plan(mixer: MAC, x: Tensor, term: Tensor) -> TokenPlan:
     memory = memory_plan(mixer.memory, written)
     gated, gate = gate_step(mixer.gate, x, joined, memory.out)
     out = Maps(len(x), Map(gated, weight_of(mixer.out), term=term))
-    new, of_group = ([y.view(len(x), 1, *heads) for y in made] for made in (new, group.out))
+    new_k, new_v, group_k, group_v = (y.view(len(x), 1, *heads) for y in (*new, *group.out))
     segment, stride = mixer.segment, mixer.stride
 
     def accepts(state: MACState) -> bool:
@@ -60,26 +62,25 @@ def mac_plan(mixer: MAC, x: Tensor, term: Tensor) -> TokenPlan:
         read_conv = inputs.follow(0, state.read_conv)
         inputs()
         # The state keeps exactly the tokens and memory tokens of the current segment.
-        kept = (state.k, state.v), (state.h_k, state.h_v)
-        tokens, memories = ([x.to(turned.dtype) for x in pair] for pair in kept)
+        k, v, h_k, h_v = (kept.to(turned.dtype) for kept in (state.k, state.v, state.h_k, state.h_v))
         places, weights = state.h_place, state.read_weights
         if read == 0:
             weights = state.memory.memory.weights
         if read % stride == 0:
             recall(weights)
             group()
-            memories = [torch.cat(pair, 1) for pair in zip(memories, of_group, strict=True)]
+            h_k, h_v = torch.cat([h_k, group_k], 1), torch.cat([h_v, group_v], 1)
             places = torch.cat([places, torch.tensor([place])])
-        tokens = [torch.cat(pair, 1) for pair in zip(tokens, new, strict=True)]
-        attend(*([state.persistent] if prefix else []), memories, tokens)
+        k, v = torch.cat([k, new_k], 1), torch.cat([v, new_v], 1)
+        attend(*([] if state.persistent is None else [state.persistent]), (h_k, h_v), (k, v))
         for step in steps:
             step()
         after = memory.advance(state.memory)
         gate()
         out()
         if read + 1 == segment:
-            tokens, memories, places = [t[:, :0] for t in tokens], [t[:, :0] for t in memories], places[:0]
+            k, v, h_k, h_v, places = k[:, :0], v[:, :0], h_k[:, :0], h_v[:, :0], places[:0]
         offset = torch.full_like(state.offset, (read + 1) % segment)
-        return MACState(after, weights, read_conv, *tokens, *memories, places, offset, place + 1, state.persistent)
+        return MACState(after, weights, read_conv, k, v, h_k, h_v, places, offset, place + 1, state.persistent)
 
     return TokenPlan(out.out[0], accepts, advance)

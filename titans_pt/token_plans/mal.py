@@ -16,19 +16,21 @@ def mal_plan(mixer: MAL, x: Tensor, term: Tensor) -> TokenPlan:
     memory = memory_plan(mixer.memory, x)
     gate = Map(x, weight_of(mixer.gate), activation=mixer.output_gate, factor=memory.out)
     recall = Maps(len(x), gate, Map(0, weight_of(mixer.memory_out)))
-    recalled, residual = recall.out[1], mixer.residual
-    seen, see = add(x, None, recalled) if residual else (recalled, None)
+    recalled = seen = recall.out[1]
+    rest, steps = term, []
+    if mixer.residual:
+        seen, see = add(x, None, recalled)
+        rest, join = add(term, None, recalled)
+        steps = [see, join]
     normal, normalise = norm_step(mixer.norm, seen)
     attention = attention_plan(mixer.attention, normal, prefix=mixer.persistent is not None)
-    rest, join = add(term, None, recalled) if residual else (term, None)
     out = Maps(len(x), Map(attention.out, weight_of(mixer.out), term=rest))
 
     def advance(state: MALState) -> MALState:
         of_memory = memory.advance(state.memory)
         recall()
-        if residual:
-            see()
-            join()
+        for step in steps:
+            step()
         normalise()
         of_attention = attention.advance(state.attention)
         out()

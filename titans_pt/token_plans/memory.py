@@ -40,13 +40,13 @@ def memory_plan(memory: nn.Module, x: Tensor) -> TokenPlan:
         return max(state.memory.offset.tolist()) < memory.config.chunk_size  # else the ordinary path raises an error
 
     def advance(state: NeuralMemoryState) -> NeuralMemoryState:
-        convolved = [inputs.follow(n, past) for n, past in enumerate((state.q, state.k, state.v))]
+        of_q, of_k, of_v = (inputs.follow(n, past) for n, past in enumerate((state.q, state.k, state.v)))
         start = tuple(w[0] for w in state.start) if state.start else weights
         inputs()
         make_gates()
         after = write(start, state.memory)
         normalise()
-        return NeuralMemoryState(after, *convolved, state.start)
+        return NeuralMemoryState(after, of_q, of_k, of_v, state.start)
 
     return TokenPlan(normal.view(len(x), -1), accepts, advance)
 
@@ -89,12 +89,12 @@ def _gates_step(
         raw.view(len(raw), -1, gates.kinds), hard=config.gates == "hard", free=config.theta == "free",
         momentum=config.momentum, forgetting=config.forgetting, bound=gates.bound, stretch=STRETCH,
     )  # fmt: skip
-    found = tuple(gate.view(len(raw), 1, gates.n_heads, gates.layers) for gate in made)
+    theta, eta, alpha = (gate.view(len(raw), 1, gates.n_heads, gates.layers) for gate in made)
     values = v.view(len(v), 1, gates.n_heads, -1)
 
     def step():
         fill(gates.writes)
         if gates.damped:
-            found[0].mul_(share_for(values).unsqueeze(-1))
+            theta.mul_(share_for(values).unsqueeze(-1))
 
-    return found, step
+    return (theta, eta, alpha), step

@@ -3,30 +3,32 @@
 from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
+from typing import Any, TypeVar
 
 from torch import Tensor
 
 from titans_pt.models.mixers.base import Mixer
 from titans_pt.token_plans.plan import TokenPlan, Unplanned
 
-Planner = Callable[[Mixer, Tensor, Tensor], TokenPlan]
+M = TypeVar("M", bound=Mixer)
+Planner = Callable[[M, Tensor, Tensor], TokenPlan]
 """(mixer, x, term), both (B, d_model) -> the plan of term + the output of the mixer's ``forward`` for x, with the same
 states. It raises Unplanned if there is no plan for the mixer's settings."""
 _MIXERS, _HERE = "titans_pt.models.mixers.", "titans_pt.token_plans."
-_planners: dict[type[Mixer], Planner] = {}
+_planners: dict[type[Mixer], Planner[Any]] = {}
 
 
-def plans(kind: type[Mixer]) -> Callable[[Planner], Planner]:
+def plans(kind: type[M]) -> Callable[[Planner[M]], Planner[M]]:
     """Decorates the planner of ``kind``, and of the classes derived from it that keep its ``forward``."""
 
-    def registered(planner: Planner) -> Planner:
+    def registered(planner: Planner[M]) -> Planner[M]:
         _planners[kind] = planner
         return planner
 
     return registered
 
 
-def planner_of(kind: type[Mixer]) -> Planner | None:
+def planner_of(kind: type[M]) -> Planner[M] | None:
     """The planner of a class's ``forward``; None if that has none."""
     for base in kind.__mro__:
         name = base.__module__.removeprefix(_MIXERS)

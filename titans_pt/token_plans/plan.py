@@ -130,7 +130,7 @@ def _made(owner: Owner, make: Callable[[Owner, Tensor], TokenPlan], x: Tensor) -
             return None
 
 
-def plain(module: Module, kind: type) -> Module:
+def plain(module: nn.Module, kind: type[Module]) -> Module:
     """``module`` itself.
 
     Raises:
