@@ -114,7 +114,8 @@ class Maps:
         self.out: list[Tensor] = []
         self.unturned: list[Tensor | None] = []
         self._maps = (_Map * len(maps))()
-        self._kept, self._past = maps, dict[int, Tensor]()
+        self._past: dict[int, Tensor] = {}
+        self._kept = maps
         for place, one in zip(self._maps, maps, strict=True):
             x, factor, term = (self.out[t] if isinstance(t, int) else t for t in (one.x, one.factor, one.term))
             outputs, inputs = one.weight.shape
