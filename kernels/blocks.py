@@ -1,9 +1,13 @@
 """Cuts each row of a batch into compute blocks that respect its own chunk and document boundaries."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+Flag = bool | Tensor
+"""Answer for all rows, or for each row, bool (B,)."""
 
 
 @dataclass(frozen=True)
@@ -12,16 +16,16 @@ class Blocks:
 
     lengths: tokens of each block; the padded length c if rows differ.
     index, valid: (B, N, c), the token of each slot and whether the slot holds one; None if all rows have the same cuts.
-    new_chunk, new_document, ends_chunk: per block; a bool when every row agrees, else a bool tensor (B,).
+    new_chunk, new_document, ends_chunk: per block; a bool when every row agrees.
     """
 
     lengths: list[int]
     index: Tensor | None
     valid: Tensor | None
-    new_chunk: list
-    new_document: list
+    new_chunk: list[Flag]
+    new_document: list[Flag]
     offset: Tensor
-    ends_chunk: list
+    ends_chunk: list[Flag]
 
 
 def cut(offset: Tensor, reset: Tensor | None, length: int, chunk: int, block: int) -> Blocks:
@@ -31,18 +35,16 @@ def cut(offset: Tensor, reset: Tensor | None, length: int, chunk: int, block: in
     """
     starts = offset.tolist()
     if reset is None:
-        rows, ends = zip(*(_cut_row(o, [], length, chunk, block) for o in sorted(set(starts))), strict=True)
-        table = dict(zip(sorted(set(starts)), zip(rows, ends, strict=True), strict=True))
-        rows, ends = zip(*(table[o] for o in starts), strict=True)
+        by_start = {o: _cut_row(o, [], length, chunk, block) for o in sorted(set(starts))}
+        cuts = [by_start[o] for o in starts]
     else:
         places = [row.nonzero().flatten().tolist() for row in reset.cpu()]
-        rows, ends = zip(
-            *(_cut_row(o, p, length, chunk, block) for o, p in zip(starts, places, strict=True)), strict=True
-        )
+        cuts = [_cut_row(o, p, length, chunk, block) for o, p in zip(starts, places, strict=True)]
+    rows, ends = zip(*cuts, strict=True)
     after = torch.tensor(ends, dtype=torch.int64, device=offset.device)
     if all(row == rows[0] for row in rows):
-        _, lengths, chunks, documents, ended = zip(*rows[0], strict=True)
-        return Blocks(list(lengths), None, None, list(chunks), list(documents), after, list(ended))
+        _, lengths, chunks, documents, ended = map(list, zip(*rows[0], strict=True))
+        return Blocks(lengths, None, None, chunks, documents, after, ended)
 
     count = max(len(row) for row in rows)
     empty = (0, 0, False, False, False)
@@ -56,7 +58,9 @@ def cut(offset: Tensor, reset: Tensor | None, length: int, chunk: int, block: in
     return Blocks([width] * count, index, valid, chunks, documents, after, ended)
 
 
-def _cut_row(offset: int, resets: list[int], length: int, chunk: int, block: int):
+def _cut_row(
+    offset: int, resets: list[int], length: int, chunk: int, block: int
+) -> tuple[list[tuple[int, int, bool, bool, bool]], int]:
     """Return [(start, tokens, starts a chunk, starts a document, ends a chunk)] and the offset after the row."""
     pieces, t, pending = [], 0, [*resets, length]
     while t < length:
@@ -71,13 +75,13 @@ def _cut_row(offset: int, resets: list[int], length: int, chunk: int, block: int
     return pieces, offset
 
 
-def _agree(flags: Tensor) -> list:
+def _agree(flags: Tensor) -> list[Flag]:
     """(B, N) -> per block a bool where all rows agree, else the column."""
     every, some = flags.all(0).tolist(), flags.any(0).tolist()
     return [flags[:, n] if some[n] and not every[n] else every[n] for n in range(flags.shape[1])]
 
 
-def runs(blocks: Blocks):
+def runs(blocks: Blocks) -> Iterator[tuple[int, int, slice]]:
     """Yield (first block, one past the last, token range) for each run of equally long blocks."""
     first = t = 0
     while first < len(blocks.lengths):
@@ -92,7 +96,7 @@ def runs(blocks: Blocks):
 def join(outputs: list[Tensor], blocks: Blocks, length: int) -> Tensor:
     """Join the outputs of all runs: (B, n c, H, D) each -> (B, T, H, D)."""
     out = outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
-    if blocks.index is None:
+    if blocks.index is None or blocks.valid is None:
         return out
     index, valid = blocks.index.flatten(1), blocks.valid.flatten(1)
     place = torch.zeros(index.shape[0], length, dtype=torch.int64)
@@ -126,6 +130,6 @@ class Layout:
             return None
         return self.blocks.valid[:, self.span].to(device).transpose(0, 1).repeat_interleave(self.heads, 1)
 
-    def rows(self, flags: list, device) -> list:
+    def rows(self, flags: list[Flag], device) -> list[Flag]:
         """Per block of the run, flags of batch rows -> flags of (batch, head) rows."""
         return [f if isinstance(f, bool) else f.to(device).repeat_interleave(self.heads) for f in flags[self.span]]

@@ -83,6 +83,14 @@ def library(source: Path, dtype: torch.dtype) -> ctypes.CDLL | str:
 
 
 @cache
+def compiled(source: Path, dtype: torch.dtype) -> ctypes.CDLL:
+    """The C functions of a source that :func:`unserved` accepts."""
+    found = library(source, dtype)
+    assert not isinstance(found, str), found  # callers ask unserved first
+    return found
+
+
+@cache
 def _pool(process: int) -> ThreadPoolExecutor:
     """The threads of this process: a forked process has none of its parent's."""
     return ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="kernels")

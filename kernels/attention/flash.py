@@ -80,7 +80,8 @@ class _Merged(torch.autograd.Function):
         else:
             total = torch.logsumexp(torch.stack(sums), 0)
             weights = (torch.exp(s - total).transpose(1, 2).unsqueeze(-1) for s in sums)
-            out = sum(o * w for o, w in zip(outputs, weights, strict=True)).to(tensors[0].dtype)
+            first, *others = (o * w for o, w in zip(outputs, weights, strict=True))
+            out = sum(others, first).to(tensors[0].dtype)
         ctx.rules, ctx.provider, ctx.extras = rules, provider, extras
         ctx.save_for_backward(out, total, *tensors)
         return out

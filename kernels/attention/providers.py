@@ -12,6 +12,7 @@ with K dividing H (query head h reads key head h // (H / K)), lse (B, H, T) fp32
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -74,7 +75,7 @@ class Aten:
     """The FlashAttention that PyTorch carries. Deterministic under torch.use_deterministic_algorithms."""
 
     @staticmethod
-    def _options(q, rule) -> dict:
+    def _options(q, rule) -> tuple[dict[str, Any], dict[str, Any]]:
         left, right = _sides(rule)
         local = rule.window is not None
         sides = {"window_size_left": left, "window_size_right": right} if local else {}
@@ -177,8 +178,8 @@ class Plain:
 
     @staticmethod
     def _as_given(rule, *tensors):
-        tensors = (x.transpose(1, 2) for x in tensors)
-        return tuple(x[0] if rule.documents is not None else x for x in tensors)
+        tokens_first = (x.transpose(1, 2) for x in tensors)
+        return tuple(x[0] if rule.documents is not None else x for x in tokens_first)
 
     @staticmethod
     def _scores(q: Tensor, k: Tensor, rule) -> Tensor:

@@ -47,7 +47,7 @@ class AttentionToken:
         self._call = _Call(heads, width, len(queries), heads // kv_heads, width**-0.5)
         for place, q in zip(self._call.part, queries, strict=False):
             place.q, place.q_row = q.data_ptr(), heads * width
-        self._function, self._rows = native.library(SOURCE, like.dtype).attend, batch * heads
+        self._function, self._rows = native.compiled(SOURCE, like.dtype).attend, batch * heads
         self._arguments = ctypes.byref(self._call), ctypes.c_void_p(self.out.data_ptr())
 
     def __call__(self, *parts: tuple[Tensor, Tensor]) -> Tensor:

@@ -70,7 +70,7 @@ def channel_scan(
             if backend == "auto" and torch.compiler.is_compiling():
                 # Not at the top: it imports torch's compiler, which takes seconds.
                 from titans_pt.kernels.channel_scan.uncompiled import call
-            out, state = call(*(t.to(dtype) for t in (x, step, k, q)), rate, state, reset)
+            out, state = call(x.to(dtype), step.to(dtype), k.to(dtype), q.to(dtype), rate, state, reset)
     return out.to(x.dtype), state if output_final_state else None
 
 
@@ -92,6 +92,7 @@ def _fused(x: Tensor, k: Tensor, backend: str):
     """
     if backend not in ("auto", "triton") or (backend == "auto" and x.device.type not in GPU):
         return None
+    reason: str | None
     if not HAS_TRITON:
         reason = "triton is not installed"
     elif x.device.type not in GPU and not INTERPRETED:

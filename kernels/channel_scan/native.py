@@ -29,12 +29,13 @@ def cpu_scan(
     if unserved(x) is not None or state.device != x.device:
         return loop_scan(x, step, k, q, rate, state, reset)
     # Channels come last, because a vector register holds neighbouring channels.
-    given = x, step, k, q, None if rate is None else rate.t(), state.mT, None if reset is None else reset.byte()
-    tensors = [None if t is None else t.contiguous() for t in given]
+    x, step, k, q, state = (t.contiguous() for t in (x, step, k, q, state.mT))
+    rate = None if rate is None else rate.t().contiguous()
+    reset = None if reset is None else reset.byte().contiguous()
     if torch.is_grad_enabled():
-        out, after = _Scan.apply(*tensors)
+        out, after = _Scan.apply(x, step, k, q, rate, state, reset)
     else:
-        out, after, _ = _forward(tensors, keep=False)
+        out, after, _ = _forward(x, step, k, q, rate, state, reset, keep=False)
     return out, after.mT
 
 
@@ -50,9 +51,11 @@ class _Scan(torch.autograd.Function):
     """Autograd of the C scan; rate (N, D), state (B, N, D), as in the C source; all contiguous."""
 
     @staticmethod
-    def forward(ctx, *tensors: Tensor | None):
-        out, after, starts = _forward(tensors, keep=True)
-        ctx.save_for_backward(*tensors, starts)
+    def forward(
+        ctx, x: Tensor, step: Tensor, k: Tensor, q: Tensor, rate: Tensor | None, state: Tensor, reset: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        out, after, starts = _forward(x, step, k, q, rate, state, reset, keep=True)
+        ctx.save_for_backward(x, step, k, q, rate, state, reset, starts)
         return out, after
 
     @staticmethod
@@ -65,12 +68,13 @@ class _Scan(torch.autograd.Function):
         d_k, d_q = k.new_empty(2, -(-x.shape[2] // BLOCK), *k.shape)
         d_rate = None if rate is None else torch.empty_like(d_state)
         _run("backward", tensors, 4, starts, d_out.contiguous(), d_state, d_x, d_step, d_k, d_q, d_rate)
-        return d_x, d_step, d_k.sum(0), d_q.sum(0), None if rate is None else d_rate.sum(0), d_state, None
+        return d_x, d_step, d_k.sum(0), d_q.sum(0), None if d_rate is None else d_rate.sum(0), d_state, None
 
 
-def _forward(tensors: list[Tensor | None], keep: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+def _forward(
+    x: Tensor, step: Tensor, k: Tensor, q: Tensor, rate: Tensor | None, state: Tensor, reset: Tensor | None, keep: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return outputs, the state after the last token and, with ``keep``, those before each tile (B, tiles, N, D)."""
-    x, step, k, q, rate, state, reset = tensors
     out, after = torch.empty_like(x), torch.empty_like(state)
     starts = state.new_empty(len(x), -(-x.shape[1] // TILE), *state.shape[1:]) if keep else None
     _run("forward", (x, step, k, q, rate, reset), 1, state, out, after, starts)
@@ -81,7 +85,7 @@ def _run(name: str, tensors, passes: int, *others: Tensor | None):
     x, k = tensors[0], tensors[2]
     call, inputs = _Call(*x.shape, k.shape[2], TILE, BLOCK), _Inputs(*map(native.pointer, tensors))
     native.run(
-        getattr(native.library(SOURCE, x.dtype), name), len(x) * -(-x.shape[2] // BLOCK),
+        getattr(native.compiled(SOURCE, x.dtype), name), len(x) * -(-x.shape[2] // BLOCK),
         20 * passes * x.numel() * k.shape[2], ctypes.byref(call), ctypes.byref(inputs),
         *(ctypes.c_void_p(native.pointer(t)) for t in others),
     )  # fmt: skip

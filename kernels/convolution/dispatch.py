@@ -69,7 +69,8 @@ def _convolved(
     taps = (padded[:, i : i + x.shape[1]] for i in range(width))
     if reach is not None:
         taps = (torch.where((reach >= width - 1 - i)[..., None], tap, 0.0) for i, tap in enumerate(taps))
-    y = sum(tap * weight[:, i] for i, tap in enumerate(taps))
+    first, *others = (tap * weight[:, i] for i, tap in enumerate(taps))
+    y = sum(others, first)
     return y if bias is None else y + bias
 
 
@@ -85,7 +86,10 @@ class _Convolution(torch.autograd.Function):
     """Autograd of the C source: apply(silu, unit, *tensors), with the tensors of :func:`_ready`."""
 
     @staticmethod
-    def forward(ctx, silu: bool, unit: int, *tensors: Tensor | None):
+    def forward(
+        ctx, silu: bool, unit: int, x: Tensor, past: Tensor, taps: Tensor, bias: Tensor | None, reach: Tensor | None
+    ) -> Tensor:
+        tensors = x, past, taps, bias, reach
         ctx.save_for_backward(*tensors)
         ctx.silu, ctx.unit = silu, unit
         return _forward(tensors, silu, unit)
@@ -100,23 +104,26 @@ class _Convolution(torch.autograd.Function):
         return None, None, d_x, d_past, d_taps, d_bias, None
 
 
-def _ready(x, past, weight, bias, reach) -> tuple[Tensor | None, ...]:
+_Tensors = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
+
+
+def _ready(x: Tensor, past: Tensor, weight: Tensor, bias: Tensor | None, reach: Tensor | None) -> _Tensors:
     """Arguments in the C source's layout: contiguous, the weight transposed."""
     return x.contiguous(), past.contiguous(), weight.t().contiguous(), bias, reach
 
 
-def _forward(tensors: tuple[Tensor | None, ...], silu: bool, unit: int) -> Tensor:
+def _forward(tensors: _Tensors, silu: bool, unit: int) -> Tensor:
     y = torch.empty_like(tensors[0])
     _run("forward", tensors, silu, unit, y)
     return y
 
 
-def _run(name: str, tensors: tuple[Tensor | None, ...], silu: bool, unit: int, *others: Tensor | None):
+def _run(name: str, tensors: _Tensors, silu: bool, unit: int, *others: Tensor | None):
     x, width = tensors[0], len(tensors[2])
     call = _Call(*x.shape, width, silu, unit)
     groups = x.shape[2] // unit if unit else -(-x.shape[2] * x.element_size() // GROUP_BYTES)
     inputs = _Inputs(*map(native.pointer, tensors))
-    function = getattr(native.library(SOURCE, x.dtype), name)
+    function = getattr(native.compiled(SOURCE, x.dtype), name)
     native.run(
         function, groups, x.numel() * (width + 8 * silu), ctypes.byref(call), ctypes.byref(inputs),
         *(ctypes.c_void_p(native.pointer(t)) for t in others),

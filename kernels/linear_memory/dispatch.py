@@ -70,19 +70,21 @@ def linear_memory(
     steps = k.shape[1] // length
     with no_autocast(q):
         state = q.new_zeros(batch, heads, width, v.shape[-1], dtype=dtype) if initial_state is None else initial_state
-        gates = [None if g is None else g.to(dtype) for g in (decay, beta, erase)]
+        state = state.to(dtype)
         fla = _takes_fla(q, v, decay, beta, erase, backend)
+        decay, beta, erase = (None if g is None else g.to(dtype) for g in (decay, beta, erase))
         if decay is not None and decay.dim() == 1 and not (fla and steps == 1):
-            gates[0] = gates[0].expand(batch, length, heads)
+            decay = decay.expand(batch, length, heads)
         read = q
         if steps > 1:
-            read, gates[0], reset = _at_substeps(steps, q, gates[0], reset)
+            read, decay, reset = _at_substeps(steps, q, decay, reset)
         if fla:
-            out, state = fla_linear_memory(read, k, v, *gates, state.to(dtype), reset)
+            out, state = fla_linear_memory(read, k, v, decay, beta, erase, state, reset)
         else:
             # For one token the definition needs fewer operators than the chunked form.
             implementation = naive_linear_memory if backend == "naive" or length == 1 else chunked_linear_memory
-            out, state = implementation(*(x.to(dtype) for x in (read, k, v)), *gates, state.to(dtype), reset)
+            read, k, v = (x.to(dtype) for x in (read, k, v))
+            out, state = implementation(read, k, v, decay, beta, erase, state, reset)
     return out[:, steps - 1 :: steps].to(q.dtype), state if output_final_state else None
 
 
@@ -91,13 +93,12 @@ def _at_substeps(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """(B, T, ...) -> (B, n T, ...): decay and reset at a token's first sub-step, q at its last, else 0."""
 
-    def placed(x: Tensor | None, before: int) -> Tensor | None:
-        if x is None:
-            return None
+    def placed(x: Tensor, before: int) -> Tensor:
         around = (0, 0) * (x.dim() - 2) + (before, n - 1 - before)
         return F.pad(x.unsqueeze(2), around).flatten(1, 2)
 
-    return placed(q, n - 1), placed(decay, 0), placed(reset, 0)
+    decay, reset = (None if x is None else placed(x, 0) for x in (decay, reset))
+    return placed(q, n - 1), decay, reset
 
 
 def unserved(

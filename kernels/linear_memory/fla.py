@@ -133,7 +133,7 @@ def _call(q, k, v, decay, beta, erase, state, reset) -> tuple[Tensor, Tensor]:
 
 
 _known: tuple | None = None
-_by_stream: dict[tuple, tuple[Tensor, ...]] = {}
+_by_stream: dict[tuple, tuple[Tensor, Tensor, Tensor, Tensor]] = {}
 
 
 def _documents(reset: Tensor, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -151,8 +151,8 @@ def _documents(reset: Tensor, device: torch.device) -> tuple[Tensor, Tensor, Ten
         _by_stream.clear()
     key = device, _stream(device)
     if key not in _by_stream:
-        found = _known[2]
-        _by_stream[key] = found[0], *(x.to(device, non_blocking=True, copy=True) for x in found)
+        bounds, first, last = (x.to(device, non_blocking=True, copy=True) for x in _known[2])
+        _by_stream[key] = _known[2][0], bounds, first, last
     return _by_stream[key]
 
 
@@ -201,7 +201,8 @@ def _backward_operator(d_out, d_state, q, k, v, decay, beta, erase, state, reset
     differentiable = q, k, v, None if constant else decay, beta, erase, state
     with torch.enable_grad():
         leaves = [None if x is None else x.detach().requires_grad_() for x in differentiable]
-        out, after = _call(*leaves[:3], decay if constant else leaves[3], *leaves[4:], reset)
+        given = [*leaves[:3], decay if constant else leaves[3], *leaves[4:], reset]
+        out, after = _call(*given)
         asked = [x for x in leaves if x is not None]
         found = iter(torch.autograd.grad([out, after], asked, [d_out, d_state]))
     return tuple(state.new_zeros(1) if x is None else next(found).contiguous() for x in leaves)

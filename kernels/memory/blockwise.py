@@ -38,14 +38,14 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from titans_pt.kernels.blocks import Layout, cut, join, runs
+from titans_pt.kernels.blocks import Flag, Layout, cut, join, runs
 from titans_pt.kernels.memory import mlp, native
 from titans_pt.kernels.memory.call import Backend, MemoryCall, for_each
 from titans_pt.kernels.memory.chunked import MAX_BLOCK, in_c
@@ -123,19 +123,19 @@ def blockwise_memory(call: MemoryCall, compiled: bool = False) -> tuple[Tensor, 
     )
 
 
-def _kept(scan: "_Scan", valid: Tensor | None, flags: list[list], given: tuple) -> tuple:
+def _kept(scan: "_Scan", valid: Tensor | None, flags: list[list[Flag]], given: tuple) -> tuple:
     """Run blocks and keep all intermediates for the backward pass."""
     tensors, *state = given
     return scan.blocks(tensors, valid, flags, *state)
 
 
-def _recomputed(scan: "_Scan", valid: Tensor | None, flags: list[list], given: tuple) -> tuple:
+def _recomputed(scan: "_Scan", valid: Tensor | None, flags: list[list[Flag]], given: tuple) -> tuple:
     """Run blocks and keep only their inputs for the backward pass. Each tensor is a separate argument: torch's hooks,
     with which plans measure memory, do not see tensors inside lists."""
 
     def run(*flat: Tensor) -> tuple:
         tensors, *state = rebuilt(given, iter(flat))
-        return scan.blocks(tensors, valid, flags, *map(tuple, state))
+        return scan.blocks(tensors, valid, flags, *state)
 
     return checkpoint(run, *leaves(given), use_reentrant=False, preserve_rng_state=False)
 
@@ -176,8 +176,8 @@ class _Scan:
         self.begin_met = tuple(map(call.rule.met, begin))
 
     def blocks(
-        self, tensors: list[Tensor], valid: Tensor | None, flags: list[list], W: Weights, S: Weights, frozen: Weights,
-        recent: Recent,
+        self, tensors: list[Tensor], valid: Tensor | None, flags: list[list[Flag]], W: Weights, S: Weights,
+        frozen: Weights, recent: Recent,
     ) -> tuple[Tensor, Weights, Weights, Weights, Recent]:  # fmt: skip
         """Outputs (n, N, c, D) of n blocks, and the state after them.
 
@@ -243,6 +243,7 @@ class _Scan:
             decays = stacked([(decay.keep.squeeze(-1), decay.reach) for decay in writes.decays[:count]])
             erasing = [writes.theta.movedim(-1, 0).unsqueeze(1), *decays]
         else:
+            assert _are(coefficients, Ends)  # what C runs block by block reads its chunk's start
             given = stacked([(c.a, c.b, c.p.mT, c.m, c.e) for c in coefficients])
         tokens = (x.unsqueeze(0) for x in (q, writes.k, writes.v))
         threshold = (gate.unsqueeze(0) for gate in writes.own[: native.thresholds(self.rule)])
@@ -265,10 +266,12 @@ class _Scan:
         # A window's band contains theta, and a rule that erases has its own step: both are applied block by block.
         given = (torch.ones_like(theta) if windowed or erases else theta, eta, alpha)
         layers = list(zip(*(self.network.per_layer(gate) for gate in given), strict=True))
-        found = [make(self.rule, *gates, own, valid) for gates in layers[: alpha.shape[-1]]]
+        each_layer = layers[: alpha.shape[-1]]
+        found = [make(self.rule, theta_n, eta_n, alpha_n, own, valid) for theta_n, eta_n, alpha_n in each_layer]
         if theta.shape[1] < rows:  # after the coefficients, which neighbouring heads share
             found = [[_for_each(block, rows) for block in layer] for layer in found]
-            theta, *own = (for_each(gate, rows) for gate in (theta, *own))
+            theta, *expanded = (for_each(gate, rows) for gate in (theta, *own))
+            own = tuple(expanded)
         # For each block, the coefficients of its layers. unbind, not indexing: an index's gradient spans all blocks.
         coefficients = list(zip(*(found if len(found) == len(layers) else found * len(layers)), strict=True))
         decays = _decays(self.network, alpha, valid, rows) if erases else [()] * len(k)
@@ -299,15 +302,17 @@ class _Scan:
         return key_side(self.rule.features(k), aim, self.norm, frozen, self.network, self.rule)
 
     def _erasing(
-        self, keys: Keys, c: tuple[Coefficients, ...], decays: tuple[Decay, ...], theta: Tensor, W: Weights, S: Weights
-    ) -> tuple[Erasing, ...]:
+        self, keys: Keys, c: "tuple[Ends | Coefficients | ChannelEnds, ...]", decays: tuple[Decay, ...], theta: Tensor,
+        W: Weights, S: Weights,
+    ) -> tuple[Erasing, ...]:  # fmt: skip
         """Coefficients of each layer that erases. theta: (N, c, 1 or L). c: coefficients for theta = 1."""
+        assert _are(c, Coefficients)
         layers = zip(c, decays, self.network.per_layer(theta), keys.X, keys.G, W, S, strict=True)
         return tuple(erasing(self.rule, *layer) for layer in layers)
 
     def _windowed(
-        self, tokens: list[Tensor], theta: Tensor, c: "tuple[Ends | Coefficients, ...]", frozen: Weights,
-        recent: Recent, gone: list, valid: Tensor | None,
+        self, tokens: list[Tensor], theta: Tensor, c: "tuple[Ends | Coefficients | ChannelEnds, ...]", frozen: Weights,
+        recent: Recent, gone: list[Flag], valid: Tensor | None,
     ) -> "tuple[Keys, tuple[Ends | Coefficients, ...], Recent]":  # fmt: skip
         """Keys of a block and of the earlier tokens in its window, coefficients for these keys, the window after it.
 
@@ -330,9 +335,10 @@ class _Scan:
             k, v, *own = (torch.cat([old, x], 1) for old, x in zip(kept, tokens, strict=True))
             keys = self._keys(k, v, tuple(own), frozen)
         after = followed((there, *kept), new, valid)
-        return keys, tuple(each.through(b) for each, b in zip(c, bands, strict=True)), after
+        given = [each for each in c if not isinstance(each, ChannelEnds)]  # all: no window has an alpha per channel
+        return keys, tuple(each.through(b) for each, b in zip(given, bands, strict=True)), after
 
-    def _closed(self, rows: Any, own: Own, W: Weights, S: Weights, frozen: Weights) -> tuple[Weights, Weights]:
+    def _closed(self, rows: Flag, own: Own, W: Weights, S: Weights, frozen: Weights) -> tuple[Weights, Weights]:
         """W and the next chunk's frozen weights, after a chunk that ended in ``rows``. own: gates of its last token."""
         whole = plus(W, self.begin) if self.to_start else W
         whole = tuple(self.rule.closed(w, s, own) for w, s in zip(whole, S, strict=True))
@@ -368,6 +374,14 @@ class _Scan:
         if isinstance(c, Erasing):
             seen = seen - alike * c.erased @ c.rows
         return seen + z @ self.begin[layer] if self.to_start else seen
+
+
+Kind = TypeVar("Kind", Ends, Coefficients)
+
+
+def _are(coefficients: tuple[object, ...], kind: type[Kind]) -> TypeGuard[tuple[Kind, ...]]:
+    """Whether the coefficients of every layer are of this kind."""
+    return all(isinstance(c, kind) for c in coefficients)
 
 
 def _last(own: Own, valid: Tensor | None) -> Own:
@@ -455,8 +469,8 @@ def channel_coefficients(
 
 def exact(rule: Rule, theta: Tensor, eta: Tensor, alpha: Tensor, own: Own, valid: Tensor | None) -> list[Coefficients]:
     """Coefficients of n blocks of at most MAX_BLOCK tokens. theta, eta, alpha, own: (n, N, c, 1); valid: (n, N, c)."""
-    gates = (gate.squeeze(-1).unsqueeze(0) for gate in (theta, eta, alpha))
-    found = (x.squeeze(0).unbind() for x in rule.coefficients(*gates, own, valid))
+    theta, eta, alpha = (gate.squeeze(-1).unsqueeze(0) for gate in (theta, eta, alpha))
+    found = (x.squeeze(0).unbind() for x in rule.coefficients(theta, eta, alpha, own, valid))
     return [Coefficients(*block) for block in zip(*found, strict=True)]
 
 
@@ -477,9 +491,9 @@ def ends(rule: Rule, theta: Tensor, eta: Tensor, alpha: Tensor, own: Own, valid:
         """(n, N, c) -> (n pieces, N, size)."""
         return F.pad(x, (0, missing)).unflatten(-1, (pieces, size)).transpose(1, 2).flatten(0, 1)
 
-    gates = (pieced(gate.squeeze(-1)).unsqueeze(0) for gate in (theta, eta, alpha))
-    owns = tuple(pieced(gate.squeeze(-1)).unsqueeze(-1) for gate in own)
-    found = rule.coefficients(*gates, owns, None if valid is None else pieced(valid))
+    theta, eta, alpha = (pieced(gate.squeeze(-1)).unsqueeze(0) for gate in (theta, eta, alpha))
+    own = tuple(pieced(gate.squeeze(-1)).unsqueeze(-1) for gate in own)
+    found = rule.coefficients(theta, eta, alpha, own, None if valid is None else pieced(valid))
     A, B, mix, m, e = (x.squeeze(0).unflatten(0, (n, pieces)).unbind(1) for x in found)
     one = torch.ones_like(m[0])
     a, b, momentum, p, into_s = one, torch.zeros_like(one), one, [], []

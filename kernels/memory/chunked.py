@@ -71,10 +71,10 @@ def chunked_memory(call: MemoryCall, compiled: bool = False) -> tuple[Tensor, Me
     if to_start and not compiled:
         running = tuple(w - w0 for w, w0 in zip(running, begin, strict=True))
     wide = None
-    if call.rule.window > 1:  # in C, where rows are cut alike
+    if call.rule.window > 1:  # in C, where rows are cut alike: each flag is a bool
         gone = blocks.new_chunk if call.rule.border == "truncate" else blocks.new_document
-        wide = Wide(state.recent, [call.k, call.v, *call.own], blocks, gone)
-    carry = (*running, *fold(state.momentum), *fold(state.chunk_weights))
+        wide = Wide(state.recent, [call.k, call.v, *call.own], blocks, [flag is True for flag in gone])
+    carry = [*running, *fold(state.momentum), *fold(state.chunk_weights)]
     outputs = []
     for first, last, tokens in runs(blocks):
         layout = Layout(blocks, first, last, tokens, heads)

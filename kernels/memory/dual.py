@@ -106,6 +106,7 @@ def key_side(k: Tensor, aim: Aim, norm: Weights, F: Weights, network: NetworkSha
 
     k, and goal and v of aim: (..., c, D). norm: two (..., 1, D), or none.
     """
+    assert aim.goal is not None  # only a backward pass does without it
     act, pulled_back = ACTIVATIONS[network.activation], PULLED_BACK[network.activation]
     X, hidden, slope = [k], [], []
     f = k @ F[0]
@@ -220,9 +221,10 @@ def read_backward(
     """Backward pass of :func:`read`. out: (M, c, D), gradient of its outputs. Adds the gradient of base to d_base."""
     pulled_back = PULLED_BACK[network.activation]
     layers = len(W)
-    dX, dG, A_dz, B_dz, dA, dB, d_mix = ([None] * layers for _ in range(7))
+    # Placeholders: the loop below fills the lists from the last layer to the first.
+    dX, dG, A_dz, B_dz, dA, dB, d_mix = ([out] * layers for _ in range(7))
     d_norm, dz = [], out
-    if network.norm:
+    if kept.norm is not None:
         d_norm = [(out * kept.norm.unit).sum(1, keepdim=True), out.sum(1, keepdim=True)]
         dz = kept.norm.vjp(out * norm[0])
     for n in range(layers - 1, -1, -1):
@@ -246,17 +248,33 @@ def read_backward(
 
 
 @dataclass
+class UnitCurvature:
+    """Factors of the second derivative of a LayerNorm, whose backward pass gave the error G.
+
+    With d the gradient of G, flat multiplies d, tilt the mean of d unit, and along the mean of d G.
+    """
+
+    flat: Tensor
+    tilt: Tensor
+    along: Tensor
+
+    @staticmethod
+    def of(norm: Unit, upstream: Tensor) -> "UnitCurvature":
+        """upstream: gradient of the LayerNorm's output in the inner loss, (..., D)."""
+        flat = -(upstream * norm.unit).mean(-1, keepdim=True) * norm.scale
+        return UnitCurvature(flat, upstream * -norm.scale, norm.unit * -norm.scale)
+
+
+@dataclass
 class Bends:
     """Derivatives, besides :class:`Keys`, for the backward pass of writes, of any number of blocks at once.
 
-    curve: for layer n < L - 1, the pulled error times the activation's curvature. flat, tilt, along: the three factors
-    of the LayerNorm's second derivative. pG, eG: errors with their weights in the last W and S.
+    curve: for layer n < L - 1, the pulled error times the activation's curvature. norm: the LayerNorm's, if any.
+    pG, eG: errors with their weights in the last W and S.
     """
 
     curve: list[Tensor]
-    flat: Tensor | None
-    tilt: Tensor | None
-    along: Tensor | None
+    norm: UnitCurvature | None
     pG: list[Tensor]
     eG: list[Tensor]
 
@@ -264,15 +282,10 @@ class Bends:
     def of(keys: Keys, gates: list[Ends], norm: Weights, network: NetworkShape) -> "Bends":
         curvature = CURVATURES[network.activation]
         curve = [pulled * curvature(hidden) for pulled, hidden in zip(keys.pulled, keys.hidden, strict=True)]
-        flat = tilt = along = None
-        if network.norm:
-            upstream = keys.top * norm[0]
-            flat = -(upstream * keys.norm.unit).mean(-1, keepdim=True) * keys.norm.scale
-            tilt = upstream * -keys.norm.scale
-            along = keys.norm.unit * -keys.norm.scale
+        of_norm = None if keys.norm is None else UnitCurvature.of(keys.norm, keys.top * norm[0])
         pG = [c.p * g for c, g in zip(gates, keys.G, strict=True)]
         eG = [c.e * g for c, g in zip(gates, keys.G, strict=True)]
-        return Bends(curve, flat, tilt, along, pG, eG)
+        return Bends(curve, of_norm, pG, eG)
 
 
 @dataclass
@@ -340,12 +353,13 @@ def key_side_backward(
 
     d_g, upstream = dG[last], None
     if network.norm:
-        ln = keys.norm
+        ln, curve = keys.norm, bends.norm
+        assert ln is not None and curve is not None
         upstream = ln.vjp(d_g)
         d_error, d_v, d_own = rule.gradient_backward(upstream * norm[0], keys.error, aim.v, aim.own)
-        d_unit = (d_error * norm[0]).addcmul_(d_g, bends.flat)
-        d_unit.addcmul_(bends.tilt, (d_g * ln.unit).mean(-1, keepdim=True))
-        df = ln.vjp(d_unit).addcmul_(bends.along, (d_g * keys.G[last]).mean(-1, keepdim=True))
+        d_unit = (d_error * norm[0]).addcmul_(d_g, curve.flat)
+        d_unit.addcmul_(curve.tilt, (d_g * ln.unit).mean(-1, keepdim=True))
+        df = ln.vjp(d_unit).addcmul_(curve.along, (d_g * keys.G[last]).mean(-1, keepdim=True))
     else:
         d_error, d_v, d_own = rule.gradient_backward(d_g, keys.error, aim.v, aim.own)
         df = d_error

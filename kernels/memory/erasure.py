@@ -59,7 +59,9 @@ def erasing(
 
     theta (N, c, 1), x (N, c, d_in), g (N, c, d_out); W, S (N, d_in, d_out) at the block's start.
     """
-    short, share = rule.steps(theta, x)
+    steps = rule.steps(theta, x)
+    assert steps is not None  # the rule erases
+    short, share = steps
     c = replace(c, mix=c.mix * short.mT, e=c.e * short)
     A, B, mix = (_before(each, first) for each, first in ((c.A, 1.0), (c.B, 0.0), (c.mix, 0.0)))
     alike = x @ x.mT

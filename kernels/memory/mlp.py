@@ -52,8 +52,10 @@ def layer_norm(f: Tensor, norm: Weights) -> Tensor:
 
 def finish(f: Tensor, x: Tensor, norm: Weights | None, network: NetworkShape) -> Tensor:
     """Steps after the last matrix: M(x) = x + LN(f), without the parts that are switched off."""
-    y = layer_norm(f, norm) if network.norm else f
-    return x + y if network.residual else y
+    if network.norm:
+        assert norm is not None
+        f = layer_norm(f, norm)
+    return x + f if network.residual else f
 
 
 def forward(

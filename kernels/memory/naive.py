@@ -149,7 +149,7 @@ def _through(call: MemoryCall, x: Tensor, weights: Weights) -> Tensor:
 def _gradient(call: MemoryCall, t: int, weights: Weights, keep_graph: bool, recent: Recent) -> tuple[Weights, Recent]:
     """u_t, and the window's record after token t."""
     rule = call.rule
-    token = [x[:, t].unsqueeze(-2) for x in (call.k, call.v, *call.own)]  # (B, H, 1, .)
+    token = tuple(x[:, t].unsqueeze(-2) for x in (call.k, call.v, *call.own))  # (B, H, 1, .)
     with recording():
         token, recent = recordable(token), recordable(recent)
         call = replace(call, norm=call.norm and recordable(call.norm))

@@ -45,7 +45,7 @@ class NetworkShape:
     @staticmethod
     def of(
         weights: tuple[Tensor, ...],
-        norm: tuple[Tensor, Tensor] | None,
+        norm: tuple[Tensor, ...] | None,
         residual: bool = True,
         activation: str = "gelu",
     ) -> "NetworkShape":

@@ -6,6 +6,7 @@ from itertools import repeat
 import torch
 from torch import Tensor
 
+from titans_pt.kernels.blocks import Flag
 from titans_pt.kernels.common import first_derivatives_only
 from titans_pt.kernels.memory import dual
 from titans_pt.kernels.memory.coefficients import Coefficients, Ends
@@ -27,8 +28,8 @@ class ScanPlan:
     their chunk's start; whether they read nothing.
     """
 
-    new_chunk: list
-    new_document: list
+    new_chunk: list[Flag]
+    new_document: list[Flag]
     network: NetworkShape
     rule: Rule
     to_start: bool
@@ -95,8 +96,8 @@ class _Work:
     keys: dual.Keys
     aim: dual.Aim
     queries: dual.Queries
-    W: list[Tensor]
-    S: list[Tensor]
+    W: Weights
+    S: Weights
 
 
 class _Scan:
@@ -110,7 +111,8 @@ class _Scan:
         self.coefficients, rest = rest[:COEFFICIENTS], rest[COEFFICIENTS:]
         cut = 2 if plan.network.norm else 0
         self.norm, self.begin, state = rest[:cut], rest[cut : -3 * layers], rest[-3 * layers :]
-        self.state = tuple(tuple(state[i * layers : (i + 1) * layers]) for i in range(3))
+        W, S, F = (tuple(state[i * layers : (i + 1) * layers]) for i in range(3))
+        self.state = W, S, F
         self.base = self.begin if plan.to_start else None
         self.groups = [range(n, min(n + plan.group, len(q))) for n in range(0, len(q), plan.group)]
 
@@ -149,8 +151,8 @@ class _Scan:
             dual.write(keys[i], ends, now[:layers], now[layers:], slots[i + 1])
             now = slots[i + 1]
         keys = joined(keys)
-        starts = [w.flatten(0, 1) for w in starts]
-        W, S = starts[:layers], starts[layers:]
+        begun = tuple(w.flatten(0, 1) for w in starts)
+        W, S = begun[:layers], begun[layers:]
         out, queries = dual.read(q, keys, gates, norm, W, S, self.base, network)
         return out, (now[:layers], now[layers:], F), _Work(keys, dual.Aim(None, aim.v, aim.own), queries, W, S)
 
@@ -186,7 +188,8 @@ class _Gradients:
         self.norm = [torch.zeros_like(p) for p in scan.norm]
         self.begin = [torch.zeros_like(w) for w in scan.begin]
         state = leaves(scan.state[:2])
-        self.now = [torch.zeros_like(w) if d is None else d for w, d in zip(state, d_state[: 2 * layers], strict=True)]
+        now = zip(state, d_state[: 2 * layers], strict=True)
+        self.now = tuple(torch.zeros_like(w) if d is None else d for w, d in now)
         self.F = [None if d is None else d.clone() for d in d_state[2 * layers :]]
 
     def add(self, blocks: range, d_out: Tensor, work: _Work, F: Weights):
@@ -208,7 +211,7 @@ class _Gradients:
         slots = [tuple(torch.empty_like(w) for w in self.now), *zip(*(w.unbind() for w in after), strict=True)]
         for slot, w in zip(slots[-1], self.now, strict=True):
             slot.copy_(w)
-        writes = [None] * count
+        writes = []
         for i in reversed(range(count)):
             keys, aim, bend, end, dX, dG, Z, A_dz, B_dz = parts[i]
             new_W, new_S = slots[i + 1][:layers], slots[i + 1][layers:]
@@ -219,25 +222,26 @@ class _Gradients:
             dF = list(dW) if alone else self.F
             HW, HS = dual.write_backward(keys, bend, dX, dG, new_W, new_S, end)
             written = dual.key_side_backward(keys, aim, bend, dX, dG, scan.norm, frozen[i], dF, network, scan.plan.rule)
-            writes[i] = [written, HW, HS]
+            writes.append([written, HW, HS])
             if not alone:
                 self._thaw(scan.plan.new_chunk[blocks[i]], dW)
             self._forget(scan.plan.new_document[blocks[i]], slots[i])
         self.now = slots[0]
-        self._sum(blocks, read, joined(writes), work, [w.flatten(0, 1) for w in after])
+        self._sum(blocks, read, joined(writes[::-1]), work, [w.flatten(0, 1) for w in after])
 
-    def _thaw(self, chunk, dW: Weights):
+    def _thaw(self, chunk: Flag, dW: Weights):
         """Add the gradient of a chunk's frozen weights to the gradient of the first block's starting weights."""
         if chunk is False:
             return
-        part = self.F if chunk is True else [f.where(chunk.view(-1, 1, 1), 0) for f in self.F]
+        sums = [f for f in self.F if f is not None]  # all layers': a block has just added to each
+        part = sums if chunk is True else [f.where(chunk.view(-1, 1, 1), 0) for f in sums]
         for w, f in zip(dW, part, strict=True):
             w += f
         if self.scan.base is not None:
             self._to_begin(part)
-        self.F = [None if chunk is True else f - p for f, p in zip(self.F, part, strict=True)]
+        self.F = [None if chunk is True else f - p for f, p in zip(sums, part, strict=True)]
 
-    def _forget(self, document, now: Weights):
+    def _forget(self, document: Flag, now: Weights):
         """Stop gradients where a document begins: it does not depend on anything before."""
         if document is False:
             return
@@ -274,7 +278,7 @@ class _Gradients:
             parts = read.A[n], read.B[n], read.mix[n], _inner(dS, S), d_e
             for total, part in zip(self.coefficients, parts, strict=True):
                 total[min(n, len(total) - 1), place].add_(of_blocks(part))
-        if network.norm:
+        if work.keys.norm is not None:
             weight = torch.addcmul(write.upstream * work.keys.top, write.error, work.keys.norm.unit)
             of_keys = [x.sum(1, keepdim=True) for x in (weight, write.error)]
             for total, x, y in zip(self.norm, read.norm, of_keys, strict=True):

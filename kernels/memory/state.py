@@ -1,5 +1,6 @@
 """State that the memory carries from one call to the next."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,10 +14,10 @@ def state_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-def choose(rows: bool | Tensor, yes: Weights, no: Weights) -> Weights:
-    """Select ``yes`` or ``no`` row by row, tensors (N, ...). rows: bool (N,), or True for all."""
-    if rows is True:
-        return tuple(yes)
+def choose(rows: bool | Tensor, yes: Sequence[Tensor], no: Sequence[Tensor]) -> Weights:
+    """Select ``yes`` or ``no`` row by row, tensors (N, ...). rows: bool (N,), or one bool for all."""
+    if isinstance(rows, bool):
+        return tuple(yes if rows else no)
     return tuple(torch.where(rows.view(-1, *[1] * (a.dim() - 1)), a, b) for a, b in zip(yes, no, strict=True))
 
 

@@ -22,8 +22,10 @@ def rebuilt(x: Any, tensors: Iterator[Tensor]) -> Any:
     """Copy of ``x`` with other tensors, in the order of :func:`leaves`."""
     if isinstance(x, Tensor):
         return next(tensors)
+    if x is None:
+        return None
     parts = [rebuilt(part, tensors) for part in _parts(x)]
-    return type(x)(*parts) if is_dataclass(x) else None if x is None else parts
+    return type(x)(parts) if isinstance(x, list | tuple) else type(x)(*parts)
 
 
 def _parts(x: Any) -> Iterable:

@@ -40,7 +40,7 @@ def prepared(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Callable[[]
     """Return the output tensor of :func:`rms_norm` for fixed contiguous tensors, and the C step that fills it."""
     y = torch.empty_like(x)
     rows = x.numel() // x.shape[-1]
-    function = native.library(SOURCE, x.dtype).forward
+    function = native.compiled(SOURCE, x.dtype).forward
     call = _Call(rows, x.shape[-1], BLOCK, eps)
     given = [*(ctypes.c_void_p(t.data_ptr()) for t in (x, weight, y)), *map(ctypes.c_int64, (0, -(-rows // BLOCK)))]
     return y, lambda _kept=(x, weight): function(ctypes.byref(call), *given)
@@ -75,6 +75,6 @@ def _forward(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def _run(name: str, x: Tensor, eps: float, *tensors: Tensor):
     rows, width = x.numel() // x.shape[-1], x.shape[-1]
-    function = getattr(native.library(SOURCE, x.dtype), name)
+    function = getattr(native.compiled(SOURCE, x.dtype), name)
     call, pointers = _Call(rows, width, BLOCK, eps), (ctypes.c_void_p(t.data_ptr()) for t in tensors)
     native.run(function, -(-rows // BLOCK), 8 * x.numel(), ctypes.byref(call), *pointers)

@@ -40,9 +40,13 @@ def pointer(tensor: Tensor | None) -> ctypes.c_void_p:
 
 def _step(name: str, like: Tensor, *arguments: Tensor | int | None) -> Step:
     """A call of steps.c's function ``name`` compiled for ``like``'s dtype."""
-    function = getattr(native.library(SOURCE, like.dtype), name)
+    function = getattr(native.compiled(SOURCE, like.dtype), name)
     ready = [ctypes.c_int64(a) if isinstance(a, int) else pointer(a) for a in arguments]
-    return lambda _kept=arguments: function(*ready)
+
+    def step(_kept=arguments):  # keeps the tensors, of which C only has the addresses
+        return function(*ready)
+
+    return step
 
 
 class Rotation:
@@ -56,7 +60,7 @@ class Rotation:
         half = len(turns)
         self.cosine, self.sine = like.new_empty(half), like.new_empty(half)
         self._turns = turns.cpu()
-        self._function = native.library(SOURCE, like.dtype).rotation
+        self._function = native.compiled(SOURCE, like.dtype).rotation
         self._rest = ctypes.c_int64(half), pointer(self._turns), pointer(self.cosine), pointer(self.sine)
 
     def at(self, place: int):
@@ -110,17 +114,18 @@ class Maps:
         self.out: list[Tensor] = []
         self.unturned: list[Tensor | None] = []
         self._maps = (_Map * len(maps))()
-        self._kept, self._past = maps, {}
+        self._past: dict[int, Tensor] = {}
+        self._kept = maps
         for place, one in zip(self._maps, maps, strict=True):
             x, factor, term = (self.out[t] if isinstance(t, int) else t for t in (one.x, one.factor, one.term))
             outputs, inputs = one.weight.shape
             turn = one.rotation
             y = one.weight.new_empty(batch, outputs)
-            plain = None if turn is None else torch.empty_like(y)
+            cosine, sine, plain = (None,) * 3 if turn is None else (turn.cosine, turn.sine, torch.empty_like(y))
             for name, tensor in {
                 "x": x, "weight": one.weight, "bias": one.bias, "taps": one.taps, "norm": one.norm,
                 "factor": factor, "term": term, "out": y, "unturned": plain,
-                "cosine": turn and turn.cosine, "sine": turn and turn.sine,
+                "cosine": cosine, "sine": sine,
             }.items():  # fmt: skip
                 if tensor is not None and tensor.dtype != y.dtype:
                     raise ValueError(f"{name}: given {tensor.dtype}; must be {y.dtype}, as the weight is")
@@ -132,7 +137,7 @@ class Maps:
             place.head = 0 if turn is None else 2 * len(turn.cosine)
             self.out.append(y)
             self.unturned.append(plain)
-        self._function = native.library(SOURCE, maps[0].weight.dtype).project
+        self._function = native.compiled(SOURCE, maps[0].weight.dtype).project
         self._rest = ctypes.c_int64(batch), self._maps, ctypes.c_int64(len(maps))
 
     def follow(self, place: int, past: Tensor) -> Tensor:
@@ -179,8 +184,12 @@ def memory_gates(
     Same gates as :class:`titans_pt.layers.memory.MemoryGates`. The step's argument says whether the memory writes at
     all.
     """
-    gates = tuple(torch.empty_like(raw[..., 0], memory_format=torch.contiguous_format) for _ in range(3))
-    call = _Gates(gates[0].numel(), hard, free, momentum, forgetting, bound, stretch)
-    function = native.library(SOURCE, raw.dtype).memory_gates
-    given, made = (ctypes.byref(call), pointer(raw)), [pointer(gate) for gate in gates]
-    return gates, lambda writes, _kept=raw: function(*given, ctypes.c_int64(writes), *made)
+    theta, eta, alpha = (torch.empty_like(raw[..., 0], memory_format=torch.contiguous_format) for _ in range(3))
+    call = _Gates(theta.numel(), hard, free, momentum, forgetting, bound, stretch)
+    function = native.compiled(SOURCE, raw.dtype).memory_gates
+    given, made = (ctypes.byref(call), pointer(raw)), [pointer(gate) for gate in (theta, eta, alpha)]
+
+    def step(writes: bool, _kept=raw):
+        return function(*given, ctypes.c_int64(writes), *made)
+
+    return (theta, eta, alpha), step

@@ -65,18 +65,18 @@ def ttt_memory(
     with no_autocast(q):
         learned = [p for layer in zip(weights, biases, strict=True) for p in layer]
         begin = tuple(p.to(dtype).expand(q.shape[0], *p.shape) for p in learned)
-        given = [x.to(dtype) for x in (q, k, v, rate, tau)]
+        queries, keys, values, rate, tau = (x.to(dtype) for x in (q, k, v, rate, tau))
         norm = tuple(p.to(dtype) for p in norm)
         state = TTTState.initial(begin) if initial_state is None else initial_state.to(begin[0])
         if backend == "naive":
-            out, state = naive_ttt_memory(*given, begin, norm, state, reset)
+            out, state = naive_ttt_memory(queries, keys, values, rate, tau, begin, norm, state, reset)
         else:
             call = dual_ttt_memory
             if backend == "auto" and torch.compiler.is_compiling():
                 refuse_export("a TTT memory")
                 # Not at the top: it imports torch's compiler, which takes seconds.
                 from titans_pt.kernels.ttt_memory.uncompiled import call
-            out, state = call(*given, begin, norm, state, reset, save_every)
+            out, state = call(queries, keys, values, rate, tau, begin, norm, state, reset, save_every)
     return out.to(q.dtype), state if output_final_state else None
 
 
@@ -88,9 +88,11 @@ def _check_state(state: TTTState, q: Tensor, tau: Tensor, weights: tuple, biases
         if (given := [tuple(p.shape) for p in getattr(state, name)]) != shapes:
             raise ValueError(f"ttt_memory: initial_state is of another memory or batch: its {name} are {given}, here "
                              f"{shapes}")  # fmt: skip
+    if len(state.offset) != rows:
+        raise ValueError(f"ttt_memory: initial_state has counted the tokens of {len(state.offset)} rows, q has {rows}")
     if torch.compiler.is_compiling() or state.offset.device.type != "cpu":
         return  # reading it would break the graph, or wait for the GPU
-    if len(state.offset) != rows or (read := int(state.offset.max())) >= len(tau):
+    if (read := int(state.offset.max())) >= len(tau):
         raise ValueError(f"ttt_memory: initial_state has read {read} tokens of a mini-batch, of which this one has "
                          f"{len(tau)}; pass a state of the same mini-batch")  # fmt: skip
 

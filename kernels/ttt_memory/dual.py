@@ -42,8 +42,9 @@ def dual_ttt_memory(
     """
     device = q.device
     layout = _Layout(cut(state.offset, reset, q.shape[1], len(tau), len(tau)), state.offset.cpu(), len(tau))
-    q, k, v = (layout.fold(x).unbind() for x in (q, k, v))
-    rate = (layout.fold(rate.unsqueeze(-1)) * layout.valid.to(device).transpose(0, 1)[:, :, None, :, None]).unbind()
+    queries, keys, values = (layout.fold(x).unbind() for x in (q, k, v))
+    rate = layout.fold(rate.unsqueeze(-1)) * layout.valid.to(device).transpose(0, 1)[:, :, None, :, None]
+    rates = rate.unbind()
     steps = tau[layout.place.to(device)].transpose(0, 1)[:, :, None, :, None].unbind()
     documents, complete = (
         [f if isinstance(f, bool) else f.to(device) for f in flags] for flags in (layout.documents, layout.complete)
@@ -57,7 +58,9 @@ def dual_ttt_memory(
             if documents[n] is not False:
                 start, sums = choose(documents[n], begin, start), choose(documents[n], zero, sums)
             fresh = layout.fresh[n]
-            out, written = _mini_batch(q[n], k[n], v[n], rate[n], steps[n], start, None if fresh else sums, norm)
+            out, written = _mini_batch(
+                queries[n], keys[n], values[n], rates[n], steps[n], start, None if fresh else sums, norm
+            )
             outputs.append(out)
             sums = written if fresh else tuple(a + b for a, b in zip(sums, written, strict=True))
             if complete[n] is not False:
@@ -65,14 +68,15 @@ def dual_ttt_memory(
                 start, sums = choose(complete[n], stepped, start), choose(complete[n], zero, sums)
         return torch.stack(outputs), (*start, *sums)
 
-    every = save_every or math.isqrt(len(q))
+    count = len(queries)
+    every = save_every or math.isqrt(count)
     outputs, carry = [], (*state.start, *state.sums)
-    for first in range(0, len(q), every):
-        given = first, min(first + every, len(q)), *carry
+    for first in range(0, count, every):
+        last = min(first + every, count)
         if torch.is_grad_enabled() and transformed() is None:  # torch.func knows no checkpoints
-            out, carry = checkpoint(run, *given, use_reentrant=False, preserve_rng_state=False)
+            out, carry = checkpoint(run, first, last, *carry, use_reentrant=False, preserve_rng_state=False)
         else:
-            out, carry = run(*given)
+            out, carry = run(first, last, *carry)
         outputs.append(out)
     end = TTTState(carry[: len(begin)], carry[len(begin) :], layout.blocks.offset)
     return layout.unfold(torch.cat(outputs)), end
@@ -132,12 +136,13 @@ class _Layout:
     def __init__(self, blocks: Blocks, offset: Tensor, size: int):
         self.blocks, self.documents = blocks, blocks.new_document
         self.fresh = [flag is True for flag in blocks.new_chunk]
-        self.index, self.valid = blocks.index, blocks.valid
-        if self.index is None:
+        if blocks.index is None or blocks.valid is None:
             tokens = torch.tensor(blocks.lengths).unsqueeze(-1)
             place = torch.arange(max(blocks.lengths))
             self.valid = (place < tokens).expand(len(offset), -1, -1)
             self.index = torch.where(self.valid, tokens.cumsum(0) - tokens + place, 0)
+        else:
+            self.index, self.valid = blocks.index, blocks.valid
         # Only a row's first block may continue a mini-batch, the one that the state has begun.
         before = torch.zeros_like(self.index[..., 0])
         before[:, 0] = torch.where(torch.as_tensor(blocks.new_chunk[0]), 0, offset)

@@ -230,7 +230,7 @@ def memory_backward(
         q, theta, begin, norm, offset, reset, chunk, resets, residual, activation, to_start, save_every
     )
     gates = theta, eta, alpha
-    d_q, d_k, d_v, *d_gates = (torch.empty_like(x) for x in (q, k, v, *gates))
+    d_q, d_k, d_v, d_theta, d_eta, d_alpha = (torch.empty_like(x) for x in (q, k, v, *gates))
     d_state = d_state.clone()
     d_begin = begin.new_zeros(call.batch if reset is not None or to_start else 0, *begin.shape)
     d_norm = begin.new_zeros(call.batch, call.heads, 2, call.constants["D"]) if norm is not None else begin.new_zeros(1)
@@ -259,10 +259,10 @@ def memory_backward(
                 )  # fmt: skip
             call.launch_gates(
                 coefficients.coefficients_backward, n, eta, alpha, info, s.P, s.vectors, s.d_mix, s.d_vectors,
-                s.d_ends, *d_gates, LAYERS=call.layers,
+                s.d_ends, d_theta, d_eta, d_alpha, LAYERS=call.layers,
             )  # fmt: skip
     d_norm = d_norm.sum(0).transpose(0, 1).contiguous() if norm is not None else d_norm
-    return d_q, d_k, d_v, *d_gates, d_begin.sum(0), d_norm, d_state
+    return d_q, d_k, d_v, d_theta, d_eta, d_alpha, d_begin.sum(0), d_norm, d_state
 
 
 @memory_backward.register_fake

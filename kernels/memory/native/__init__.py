@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 from titans_pt.kernels import native
+from titans_pt.kernels.blocks import Flag
 from titans_pt.kernels.common import first_derivatives_only
 from titans_pt.kernels.memory.network import NetworkShape
 from titans_pt.kernels.memory.rules import Rule
+from titans_pt.kernels.memory.scan import ScanPlan
 
 SOURCE = Path(__file__).with_name("scan.c")
 HEADER = Path(__file__).with_name("network.h")
@@ -84,11 +86,16 @@ def unserved(x: Tensor, network: NetworkShape, source: Path = SOURCE) -> str | N
 
 def thresholds(rule: Rule) -> int:
     """Number of own gates, the rule's first ones, that its loss reads."""
+    return int(LOSSES[_loss(rule)])
+
+
+def _loss(rule: Rule) -> str:
+    """Name in C of the loss of a rule that C serves."""
     assert rule.compiled_loss is not None
-    return int(LOSSES[rule.compiled_loss])
+    return rule.compiled_loss
 
 
-def scan(plan, *tensors: Tensor) -> tuple[Tensor, ...]:
+def scan(plan: ScanPlan, *tensors: Tensor) -> tuple[Tensor, ...]:
     """Apply :class:`NativeScan` to tensors in any layout."""
     return NativeScan.apply(plan, *(x.contiguous() for x in tensors))
 
@@ -111,10 +118,10 @@ class NativeScan(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, plan, *tensors: Tensor):
+    def forward(ctx, plan: ScanPlan, *tensors: Tensor):
         layers, blocks, rows = plan.network.depth, len(plan.new_chunk), tensors[-1].shape[0]
         call = _call(plan, tensors)
-        compiled = native.library(SOURCE, tensors[0].dtype)
+        compiled = native.compiled(SOURCE, tensors[0].dtype)
         compiled.set_size.restype = ctypes.c_int64
         kept = None
         if plan.keep:
@@ -147,17 +154,17 @@ class NativeScan(torch.autograd.Function):
         if plan.silent:
             grads[0].zero_()
         grads += [torch.zeros_like(x) for x in tensors[token_wise : -3 * layers]]
-        d_state = [
+        d_begun = [
             torch.zeros_like(w) if d is None else d.clone(memory_format=torch.contiguous_format)
             for w, d in zip(tensors[-3 * layers :], d_state, strict=True)
         ]
         single, begin = _single(plan, grads)
         given = _Gradients(
-            out=d_out.data_ptr(), **single, **_by_layer(begin, ("begin",)), **_by_layer(d_state, ("W", "S", "F"))
+            out=d_out.data_ptr(), **single, **_by_layer(begin, ("begin",)), **_by_layer(d_begun, ("W", "S", "F"))
         )
-        compiled = native.library(SOURCE, tensors[0].dtype)
+        compiled = native.compiled(SOURCE, tensors[0].dtype)
         native.run(compiled.reverse, rows, _operations(call), *map(ctypes.byref, (call, inputs, given)))
-        return None, *grads, *d_state
+        return None, *grads, *d_begun
 
 
 class NativeAnswer(torch.autograd.Function):
@@ -194,7 +201,7 @@ def _answer(name: str, network: NetworkShape, tensors: Sequence[Tensor], result:
         residual=network.residual, at_start=True, query=places,
     )  # fmt: skip
     inputs = _Inputs(**_of_answer(tensors, network))
-    function = getattr(native.library(SOURCE, q.dtype), name)
+    function = getattr(native.compiled(SOURCE, q.dtype), name)
     native.run(function, len(q), _operations(call) // 4, *map(ctypes.byref, (call, inputs, result)))
 
 
@@ -212,7 +219,7 @@ def group(blocks: int, rows: int, network: NetworkShape, size: int, save_every: 
     return min(save_every or fewest, blocks), torch.is_grad_enabled()
 
 
-def _call(plan, tensors: Sequence[Tensor]) -> _Call:
+def _call(plan: ScanPlan, tensors: Sequence[Tensor]) -> _Call:
     q, k, A, mix = tensors[0], tensors[1], tensors[3], tensors[5]
     network, (gate_layers, blocks, rows), keys = plan.network, A.shape[:3], mix.shape[-1]
     if plan.whole:
@@ -226,7 +233,7 @@ def _call(plan, tensors: Sequence[Tensor]) -> _Call:
         blocks=blocks, rows=rows, tokens=tokens, keys=keys, layers=network.depth, width=network.width,
         hidden=network.hidden, gate_layers=gate_layers, activation=ACTIVATIONS.index(network.activation),
         norm=network.norm, residual=network.residual, to_start=plan.to_start,
-        loss=list(LOSSES).index(plan.rule.compiled_loss), at_start=plan.at_start,
+        loss=list(LOSSES).index(_loss(plan.rule)), at_start=plan.at_start,
         erases=plan.rule.erases, silent=plan.silent, query=places[0], key=places[1],
     )  # fmt: skip
 
@@ -236,7 +243,7 @@ def _operations(call: _Call) -> int:
     return 20 * call.blocks * call.rows * call.tokens * call.width * call.hidden * call.layers
 
 
-def _flags(each: list, rows: int) -> ctypes.Array:
+def _flags(each: list[Flag], rows: int) -> ctypes.Array:
     """Flags of n blocks, each a bool or a tensor (N,) -> (n, N) bytes."""
     parts = (bytes([flag]) * rows if isinstance(flag, bool) else bytes(flag.tolist()) for flag in each)
     return ctypes.create_string_buffer(b"".join(parts), len(each) * rows)
@@ -247,7 +254,7 @@ def _names(rule: Rule) -> tuple[str, ...]:
     return (*GIVEN, *("threshold",)[: thresholds(rule)], *(ERASING if rule.erases else ()))
 
 
-def _single(plan, tensors: Sequence[Tensor]) -> tuple[dict[str, int], Sequence[Tensor]]:
+def _single(plan: ScanPlan, tensors: Sequence[Tensor]) -> tuple[dict[str, int], Sequence[Tensor]]:
     """Addresses by name of all tensors but weights, and the tensors of M_0.
 
     tensors: arguments of apply or their gradients, without W, S and F.
@@ -256,7 +263,9 @@ def _single(plan, tensors: Sequence[Tensor]) -> tuple[dict[str, int], Sequence[T
     return {name: x.data_ptr() for name, x in zip(names, tensors, strict=False)}, tensors[len(names) :]
 
 
-def _inputs(plan, tensors: Sequence[Tensor], flags: tuple[ctypes.Array, ctypes.Array], kept: Tensor | None) -> _Inputs:
+def _inputs(
+    plan: ScanPlan, tensors: Sequence[Tensor], flags: tuple[ctypes.Array, ctypes.Array], kept: Tensor | None
+) -> _Inputs:
     layers = plan.network.depth
     single, begin = _single(plan, tensors[: -3 * layers])
     return _Inputs(

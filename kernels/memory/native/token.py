@@ -75,7 +75,7 @@ class MemoryToken:
         self._call = _called(heads, network, layers, to_start)
         self._inputs = _Inputs(*(x.data_ptr() for x in (q, k, v, *gates, *(norm or ()))))
         self._outputs = _Outputs(self.out.data_ptr())
-        self._function = native.library(SOURCE, q.dtype).token
+        self._function = native.compiled(SOURCE, q.dtype).token
         self._operations = 10 * self._rows * sum(a * b for a, b in network.layers)
         self._arguments = tuple(map(ctypes.byref, (self._call, self._inputs, self._outputs)))
 
@@ -114,25 +114,27 @@ class MemoryRecall:
         if norm:
             self._inputs.gamma, self._inputs.beta = (p.data_ptr() for p in norm)
         self._outputs = _Outputs(self.out.data_ptr())
-        self._function = native.library(SOURCE, q.dtype).recall
+        self._function = native.compiled(SOURCE, q.dtype).recall
         self._operations = 2 * self._rows * sum(a * b for a, b in network.layers)
         self._arguments = tuple(map(ctypes.byref, (self._call, self._inputs, self._outputs)))
 
     def __call__(self, weights: Weights):
         """weights: L tensors (B, H, d_in, d_out)."""
-        weights = [w.contiguous() for w in weights]
-        self._inputs.W = _Layers(*(w.data_ptr() for w in weights))
+        kept = [w.contiguous() for w in weights]  # until the call ends
+        self._inputs.W = _Layers(*(w.data_ptr() for w in kept))
         native.run(self._function, self._rows, self._operations, *self._arguments)
 
 
 def next_token(call: MemoryCall) -> tuple[Tensor, MemoryState]:
     """Serve a call of one token: nothing is cut into blocks, nothing is kept for gradients."""
     dtype = state_dtype(call.q)
-    q, k, v, *gates = (x.to(dtype).contiguous() for x in (call.q, call.k, call.v, call.theta, call.eta, call.alpha))
+    given = (call.q, call.k, call.v, call.theta, call.eta, call.alpha)
+    q, k, v, theta, eta, alpha = (x.to(dtype).contiguous() for x in given)
     norm = None if call.norm is None else tuple(p.to(dtype).contiguous() for p in call.norm)
     token = MemoryToken(
-        q, k, v, tuple(gates), network=call.network, norm=norm, chunk_size=call.chunk_size, to_start=call.to_start
-    )
+        q, k, v, (theta, eta, alpha), network=call.network, norm=norm, chunk_size=call.chunk_size,
+        to_start=call.to_start,
+    )  # fmt: skip
     assert call.state is not None
     state = token(tuple(w.to(dtype) for w in call.weights), call.state)
     return token.out, state

@@ -30,6 +30,16 @@ class OwnGate:
     share: bool = False
 
 
+_FORMULAS = {
+    "gradient": {"loss"},
+    "gradient_backward": {"loss", "gradient"},
+    "compiled_loss": {"loss", "gradient", "features"},
+    "compiled_steps": {"steps"},
+}
+"""Members that restate others as a formula or in C. A subclass that redefines one of the others must not inherit its
+parent's formula; without its own it has Rule's."""
+
+
 class Rule:
     """One memory rule. A frozen value: two rules of one class with equal settings are equal.
 
@@ -64,21 +74,12 @@ class Rule:
 
     def __init_subclass__(cls, **keywords: Any):
         super().__init_subclass__(**keywords)
-        # A class with its own loss, steps or update must not inherit the formulas that its parent has for others.
         own = vars(cls)
-        if "loss" in own and "gradient" not in own:
-            cls.gradient = Rule.gradient
-        if {"loss", "gradient"} & own.keys():
-            if "gradient_backward" not in own:
-                cls.gradient_backward = Rule.gradient_backward
-            if "compiled_loss" not in own:
-                cls.compiled_loss = None
-        if "features" in own and "compiled_loss" not in own:
-            cls.compiled_loss = None
         if "update" in own and "coefficients" not in own:
             raise TypeError(f"{cls.__name__}: update without coefficients, which the fast forms read; define both")
-        if "steps" in own and "compiled_steps" not in own:
-            cls.compiled_steps = False
+        for formula, sources in _FORMULAS.items():
+            if sources & own.keys() and formula not in own:
+                setattr(cls, formula, getattr(Rule, formula))
 
     def __init__(self, settings: Section | None = None):
         self.settings = settings or self.Settings()
@@ -136,9 +137,9 @@ class Rule:
         override it with a formula, which is faster."""
         wanted = torch.is_grad_enabled()
         with recording():
-            error, v, *own = recordable((error, v, *own))
+            error, v, *gates = recordable((error, v, *own))
             error = error if error.requires_grad else error.detach().requires_grad_()
-            (found,) = torch.autograd.grad(self.loss(error, v, tuple(own)).sum(), error, create_graph=wanted)
+            (found,) = torch.autograd.grad(self.loss(error, v, tuple(gates)).sum(), error, create_graph=wanted)
         return found
 
     def gradient_backward(

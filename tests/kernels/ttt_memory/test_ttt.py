@@ -227,6 +227,9 @@ def test_a_state_of_another_memory_is_refused():
     two = [x.expand(2, *x.shape[1:]) for x in one]
     with pytest.raises(ValueError, match="initial_state is of another memory or batch: its start"):
         ttt_memory(*two, tau, initial_state=state, **given)
+    longer = TTTState(state.start, state.sums, state.offset.repeat(2))
+    with pytest.raises(ValueError, match="initial_state has counted the tokens of 2 rows, q has 1"):
+        ttt_memory(*one, tau, initial_state=longer, **given)
 
 
 def test_the_definition_in_inference_mode():
