@@ -467,30 +467,33 @@ def stages_of_ruler() -> list[str]:
     return lines
 
 
-def first_stage_compared() -> list[str]:
-    """A line for each model after the first stage: needles found, of those asked for, and nats per token of the answer.
-    The LMM's answers are those of the other tables."""
-    tasks, lengths = NEEDLES[:2], RULER_LENGTHS[:4]
-    asked = {
-        NAMES["lmm"]: {
-            task: [row | {"n": 1, "mean": row["score"]} for row in of_ruler("1", [None], task, lengths)]
+def models_after_stages() -> list[str]:
+    """A line for each stage and model: needles found, of those asked for, and nats per token of the answer. The LMM's
+    answers are those of the other tables."""
+    tasks, pairs = NEEDLES[:2], [RULER_LENGTHS[n : n + 2] for n in (0, 2, 4)]
+    stages: dict[tuple[str, str], dict[str, list[dict]]] = {
+        (stage, NAMES["lmm"]): {
+            task: [row | {"n": 1, "mean": row["score"]} for row in of_ruler(stage, [None], task, RULER_LENGTHS)]
             for task in tasks
         }
+        for stage in "123"
     }
-    first = [row for row in target_study("ruler", "tiny").rows if row.variant == "stage-1" and row.model != "lmm"]
-    for record, *_ in of_rows("ruler", first).values():
-        of_task = record["measured"]["near"]["tasks"]
-        asked[NAMES[record["model"]]] = {task: of_task[task]["by_length"] for task in tasks}
+    others = [row for row in target_study("ruler", "tiny").rows if row.model != "lmm"]
+    for record, *_ in of_rows("ruler", others).values():
+        measured = [record["measured"][name]["tasks"] for name in ("near", "long") if name in record["measured"]]
+        stages[record["variant"].removeprefix("stage-"), NAMES[record["model"]]] = {
+            task: [row for of_task in measured for row in of_task[task]["by_length"]] for task in tasks
+        }
     lines = []
-    for name, of_task in asked.items():
+    for (stage, name), of_task in sorted(stages.items(), key=lambda item: item[0][0]):
         cells = []
         for task in tasks:
-            for pair in (lengths[:2], lengths[2:]):
+            for pair in pairs:
                 found = [cell for cell in of_task[task] if cell["length"] in pair]
                 n = sum(cell["n"] for cell in found)
                 right, nats = (sum(cell["n"] * cell[key] for cell in found) for key in ("mean", "answer_nll"))
                 cells.append(f"{right:.0f} of {n} ({nats / n:.2f})" if n else "-")
-        lines.append(line(name, *cells))
+        lines.append(line(stage, name, *cells))
     return lines
 
 
@@ -957,7 +960,7 @@ PAGES = {
         "| task | 2,048 (20) |": needles_in_text,
         "| model | memory |": needles_with_states,
         "| training | minutes |": stages_of_ruler,
-        "| after the first stage |": first_stage_compared,
+        "| after stage | model |": models_after_stages,
     },
     DNA: OF_DNA,
     FORECASTING: {"| model | seeds | test MSE |": forecasts},
