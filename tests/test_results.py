@@ -418,6 +418,11 @@ def answer_nats(rows: list[dict]) -> float:
     return sum(row["answer_nll"] for row in rows) / len(rows)
 
 
+def needle_cell(right: float, n: int, nats: float, digits: int) -> str:
+    """Needles found, of n asked for, and nats per token of the answer, of which ``nats`` is the sum over n."""
+    return f"{right:.0f} of {n} ({nats / n:.{digits}f})" if n else "-"
+
+
 RULER_LENGTHS = (2048, 2053, 16384, 16389, 131072, 131077, 1048576)
 
 
@@ -446,8 +451,8 @@ def needles_with_states() -> list[str]:
         cells = []
         for lengths in (RULER_LENGTHS[2:4], RULER_LENGTHS[4:6], RULER_LENGTHS[6:]):
             rows = of_ruler(stage, cachings, "niah_single_2", lengths)
-            cells.append(f"{sum(row['score'] for row in rows):.0f} of {len(rows)} ({answer_nats(rows):.3f})"
-                         if rows else "-")  # fmt: skip
+            right, nats = (sum(row[key] for row in rows) for key in ("score", "answer_nll"))
+            cells.append(needle_cell(right, len(rows), nats, 3))
         lines.append(line(f"stage {stage}", memory, *cells))
     return lines
 
@@ -492,7 +497,7 @@ def models_after_stages() -> list[str]:
                 found = [cell for cell in of_task[task] if cell["length"] in pair]
                 n = sum(cell["n"] for cell in found)
                 right, nats = (sum(cell["n"] * cell[key] for cell in found) for key in ("mean", "answer_nll"))
-                cells.append(f"{right:.0f} of {n} ({nats / n:.2f})" if n else "-")
+                cells.append(needle_cell(right, n, nats, 2))
         lines.append(line(stage, name, *cells))
     return lines
 

@@ -60,9 +60,8 @@ def chat(
     for message in messages:
         began = time.perf_counter()
         ids = message_ids(run.tokenizer, message, system, first=state is None)
-        last = None if run.caching is None else run.caching.last
         logits, state = read_prompt(
-            run.model, torch.tensor([ids]), run.config.evaluation.prefill_tokens, state, last=last
+            run.model, torch.tensor([ids]), run.config.evaluation.prefill_tokens, state, last=run.read_last
         )
         tokens = Returning(
             continuation(run.model, logits, state, max_new_tokens, {run.tokenizer.eos_id}, choose, read_last=True)

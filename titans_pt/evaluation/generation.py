@@ -125,9 +125,8 @@ def generate(
     logits, state, unfinished = (None, None, b"") if state_file is None else load_reading(run, state_file)
     began = time.perf_counter()
     if ids:
-        last = None if run.caching is None else run.caching.last
         logits, state = read_prompt(
-            run.model, torch.tensor([ids]), run.config.evaluation.prefill_tokens, state, last=last
+            run.model, torch.tensor([ids]), run.config.evaluation.prefill_tokens, state, last=run.read_last
         )
         if logits.is_cuda:
             torch.cuda.synchronize(logits.device)
@@ -186,8 +185,7 @@ def generate_batch(
     for first in range(0, len(asked), batch):
         rows = range(first, min(first + batch, len(asked)))
         ids, reset = padded([asked[row] for row in rows])
-        last = None if run.caching is None else run.caching.last
-        logits, state = read_prompt(run.model, ids, run.config.evaluation.prefill_tokens, None, reset, last)
+        logits, state = read_prompt(run.model, ids, run.config.evaluation.prefill_tokens, None, reset, run.read_last)
         choose = [chooser(temperature, top_k, top_p, seed + row) for row in rows]
         found = continuations(run.model, logits, state, max_new_tokens, {run.tokenizer.eos_id}, choose)
         for row, new in zip(rows, found, strict=True):

@@ -178,8 +178,7 @@ class LongContext(ABC):
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         kept = run.results.evaluation / f"reading-{self.keys[index][:16]}.safetensors"
-        last = None if run.caching is None else run.caching.last
-        reading = read(run.model, sample.ids[None], self.prefill_tokens, self.save_every, kept, last=last)
+        reading = read(run.model, sample.ids[None], self.prefill_tokens, self.save_every, kept, last=run.read_last)
         logits, state, stretches = reading.logits, reading.state, reading.stretches
         nll = chance = None
         if sample.answer_ids is not None:

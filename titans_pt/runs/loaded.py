@@ -47,6 +47,11 @@ class LoadedRun:
         return self.out or self.folder
 
     @property
+    def read_last(self) -> int | None:
+        """Tokens at the end of a prompt that read caches (evaluation.caching.last); None: all."""
+        return None if self.caching is None else self.caching.last
+
+    @property
     def tokenizer(self) -> Any:
         """The tokenizer that a language model was trained with.
 

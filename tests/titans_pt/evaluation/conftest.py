@@ -55,7 +55,7 @@ evaluation:
 class StandIn(SimpleNamespace):
     """A LoadedRun that tests may change."""
 
-    identity, caching = LoadedRun.identity, None
+    identity, read_last, caching = LoadedRun.identity, LoadedRun.read_last, None
 
 
 @pytest.fixture

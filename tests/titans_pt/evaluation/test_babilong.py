@@ -19,7 +19,8 @@ def made(tokenizer, essays, model=None, **changes):
     section = {"lengths": [3000], "samples": 2, "haystack": haystack} | changes
     config = Config.model_validate({"evaluation": {"babilong": section}})
     folder = RunFolder(essays)
-    run = SimpleNamespace(tokenizer=tokenizer, identity="x", model=model, folder=folder, results=folder, caching=None)
+    run = SimpleNamespace(tokenizer=tokenizer, identity="x", model=model, folder=folder, results=folder, caching=None,
+                          read_last=None)  # fmt: skip
     return babilong.Babilong(run, config)
 
 
