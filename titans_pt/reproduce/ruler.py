@@ -4,7 +4,7 @@ from titans_pt.reproduce import measures, pictures
 from titans_pt.reproduce.measures import NEEDLES, of_lengths
 from titans_pt.reproduce.study import Column, Row, Study
 
-MODELS = ("lmm", "ttt_mlp", "gated_deltanet", "mamba2", "transformer")
+MODELS = ("lmm", "lmm-defaults", "ttt_mlp", "gated_deltanet", "mamba2", "transformer")
 _DEBIAN = (
     "data.dir=data/ruler-debian", "data.tokenizer.path=data/ruler-text/tokenizer.model",
     "data.sources=[{kind: files, path: corpora/debian/HuggingFaceFW/fineweb-edu/sample/10BT/000_00000.parquet}]",

@@ -36,6 +36,7 @@ NAMES = {
     "deltanet": "DeltaNet", "gated_deltanet": "Gated DeltaNet", "gated_deltanet_h1": "Gated DeltaNet-H1",
     "gated_deltanet_h2": "Gated DeltaNet-H2", "ttt_linear": "TTT-Linear", "ttt_mlp": "TTT-MLP", "retnet": "RetNet",
     "linear_attention": "linear attention", "longhorn": "Longhorn", "lmm-hierarchy": "LMM, hierarchy",
+    "lmm-defaults": "LMM, default gates, no cost",
     "gdn2": "Gated DeltaNet-2", "deltaproduct": "DeltaProduct", "rwkv7": "RWKV-7", "hope": "Hope",
 } | {name: name.upper() for name in (*TITANS, "gla", "hgrn2", "rmt", "kda")}  # fmt: skip
 """Displayed names of models, as papers write them; any other model is displayed as it is named."""
