@@ -1,19 +1,5 @@
 """The recurrence block by block, in PyTorch's operators and autograd, for the variants without a formula in chunked.py.
 
-An alpha for each channel
-    Row d of M, which x @ M multiplies by channel d of x, decays with a_t[d] = 1 - alpha_t[d]. In a block that starts at
-    (M, S), with the gradients u_i = x_i g_i^T of the chunk's start, row d of the recurrence in naive.py unrolls to
-
-        M_t[d] = A_t[d] M[d] + B_t[d] S[d] - sum_{i<=t} P[t, i, d] theta_i x_i[d] g_i
-        P[t, i] = a_t P[t-1, i] + E[t, i]       E[t, i] = prod_{i<l<=t} eta_l
-        A_t = a_t A_{t-1}, A_0 = 1              B_t = a_t B_{t-1} + m_t, B_0 = 0, m_t = prod_{l<=t} eta_l
-
-    Queries then read (A_t z_t) M + (B_t z_t) S - sum_i R[t, i] theta_i g_i with R[t, i] = sum_d z_t[d] P[t, i, d]
-    x_i[d], without a weight set for each token. P is a tensor (block, block, d_in), computed by the recurrence above:
-    blocks are short, and gates may be exactly 0 or 1. Gated linear attention avoids this tensor by scaling queries and
-    keys, but divides products of decays by one another; and with momentum P is a sum of products, which does not
-    factor.
-
 Stale reads
     Tokens do not see the writes of their own chunk. The chunk's queries are one pass through the network, its keys
     another, and its write is a sum over the chunk, M' = a M + b S - sum_i p_i u_i and S' = m S - sum_i e_i u_i (letters
@@ -24,8 +10,8 @@ Rules that are not linear
     The writes of a chunk's tokens accumulate in M by the same sum. At the chunk's end M = closed(M, S); keys and
     queries of the next chunk use met(M), as above.
 
-Windows, features, erasing
-    See window.py for windows and erasure.py for erasing. Features are the first matrix's input for a key or query.
+An alpha for each channel, windows, features, erasing
+    See channels.py, window.py and erasure.py. Features are the first matrix's input for a key or query.
 
 Authors
     An author (call.py) makes a block's keys, values and gates from the answers of the chunk's starting memory to the
@@ -35,10 +21,10 @@ Backward pass: runs of ``save_every`` blocks are recomputed; the state between r
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple, TypeGuard, TypeVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -48,8 +34,9 @@ from torch.utils.checkpoint import checkpoint
 from titans_pt.kernels.blocks import Flag, Layout, cut, join, runs
 from titans_pt.kernels.memory import mlp, native
 from titans_pt.kernels.memory.call import Backend, MemoryCall, for_each
+from titans_pt.kernels.memory.channels import CHANNELWISE_BLOCK, ChannelCoefficients, channel_coefficients
 from titans_pt.kernels.memory.chunked import MAX_BLOCK, in_c
-from titans_pt.kernels.memory.coefficients import Coefficients, Ends
+from titans_pt.kernels.memory.coefficients import Coefficients
 from titans_pt.kernels.memory.dual import Aim, Keys, key_side
 from titans_pt.kernels.memory.erasure import Decay, Erasing, erasing
 from titans_pt.kernels.memory.network import NetworkShape
@@ -60,9 +47,8 @@ from titans_pt.kernels.memory.state import MemoryState, Weights, choose
 from titans_pt.kernels.memory.tree import leaves, rebuilt
 from titans_pt.kernels.memory.window import Recent, band, followed
 
-CHANNELWISE_BLOCK = 16
-"""Most tokens of a compute block if every channel has its own alpha: for each layer, P is this many times as large as
-the keys."""
+OfLayer = Coefficients | ChannelCoefficients
+"""Coefficients of one block for one layer."""
 
 
 def blockwise_memory(call: MemoryCall, compiled: bool = False) -> tuple[Tensor, MemoryState]:
@@ -157,7 +143,7 @@ class _Writes:
     v: Tensor
     theta: Tensor
     own: Own
-    coefficients: "tuple[Ends | Coefficients | ChannelEnds, ...]"
+    coefficients: tuple[OfLayer, ...]
     decays: tuple[Decay, ...]
 
 
@@ -222,7 +208,8 @@ class _Scan:
             if answers is None:
                 answers = self._read(q_n, shares[n], partial(self._running, keys, c, W, S, frozen))
             outputs.append(answers)
-            W, S = _written(keys, c, W, S)
+            each_layer = zip(c, keys.X, keys.G, W, S, strict=True)
+            W, S = zip(*(of.after(x, g, w, s) for of, x, g, w, s in each_layer), strict=True)
             if ends_chunk[n] is not False and self.rule.nonlinear:
                 last = _last(own, here)
                 W, frozen = self._closed(ends_chunk[n], last, W, S, frozen)
@@ -237,14 +224,10 @@ class _Scan:
         def stacked(each: list[tuple[Tensor, ...]]) -> list[Tensor]:
             return [torch.stack(x).unsqueeze(1) for x in zip(*each, strict=True)]
 
-        coefficients, erasing = writes.coefficients[:count], []
+        given, erasing = stacked([tuple(vars(c).values()) for c in writes.coefficients[:count]]), []
         if self.rule.erases:
-            given = stacked([tuple(vars(c).values()) for c in coefficients])
             decays = stacked([(decay.keep.squeeze(-1), decay.reach) for decay in writes.decays[:count]])
             erasing = [writes.theta.movedim(-1, 0).unsqueeze(1), *decays]
-        else:
-            assert _are(coefficients, Ends)  # what C runs block by block reads its chunk's start
-            given = stacked([(c.a, c.b, c.p.mT, c.m, c.e) for c in coefficients])
         tokens = (x.unsqueeze(0) for x in (q, writes.k, writes.v))
         threshold = (gate.unsqueeze(0) for gate in writes.own[: native.thresholds(self.rule)])
         plan = ScanPlan(
@@ -262,12 +245,16 @@ class _Scan:
         if valid is not None:
             valid = valid[:, :: rows // theta.shape[1]]
         windowed, erases = self.rule.window > 1, self.rule.erases
-        make = channel_coefficients if self.channelwise else ends if self.reads_start and not erases else exact
         # A window's band contains theta, and a rule that erases has its own step: both are applied block by block.
         given = (torch.ones_like(theta) if windowed or erases else theta, eta, alpha)
         layers = list(zip(*(self.network.per_layer(gate) for gate in given), strict=True))
         each_layer = layers[: alpha.shape[-1]]
-        found = [make(self.rule, theta_n, eta_n, alpha_n, own, valid) for theta_n, eta_n, alpha_n in each_layer]
+        found: list[Sequence[OfLayer]]
+        if self.channelwise:
+            found = [channel_coefficients(theta_n, eta_n, alpha_n, valid) for theta_n, eta_n, alpha_n in each_layer]
+        else:
+            make = of_last_token if self.reads_start and not erases else of_all_tokens
+            found = [make(self.rule, theta_n, eta_n, alpha_n, own, valid) for theta_n, eta_n, alpha_n in each_layer]
         if theta.shape[1] < rows:  # after the coefficients, which neighbouring heads share
             found = [[_for_each(block, rows) for block in layer] for layer in found]
             theta, *expanded = (for_each(gate, rows) for gate in (theta, *own))
@@ -302,18 +289,17 @@ class _Scan:
         return key_side(self.rule.features(k), aim, self.norm, frozen, self.network, self.rule)
 
     def _erasing(
-        self, keys: Keys, c: "tuple[Ends | Coefficients | ChannelEnds, ...]", decays: tuple[Decay, ...], theta: Tensor,
+        self, keys: Keys, c: tuple[OfLayer, ...], decays: tuple[Decay, ...], theta: Tensor,
         W: Weights, S: Weights,
     ) -> tuple[Erasing, ...]:  # fmt: skip
         """Coefficients of each layer that erases. theta: (N, c, 1 or L). c: coefficients for theta = 1."""
-        assert _are(c, Coefficients)
         layers = zip(c, decays, self.network.per_layer(theta), keys.X, keys.G, W, S, strict=True)
         return tuple(erasing(self.rule, *layer) for layer in layers)
 
     def _windowed(
-        self, tokens: list[Tensor], theta: Tensor, c: "tuple[Ends | Coefficients | ChannelEnds, ...]", frozen: Weights,
+        self, tokens: list[Tensor], theta: Tensor, c: tuple[OfLayer, ...], frozen: Weights,
         recent: Recent, gone: list[Flag], valid: Tensor | None,
-    ) -> "tuple[Keys, tuple[Ends | Coefficients, ...], Recent]":  # fmt: skip
+    ) -> tuple[Keys, tuple[OfLayer, ...], Recent]:  # fmt: skip
         """Keys of a block and of the earlier tokens in its window, coefficients for these keys, the window after it.
 
         tokens: k, v, own gates, (N, c, .) each. theta: (N, c, 1 or L). c: coefficients for theta = 1. gone: flags
@@ -335,8 +321,7 @@ class _Scan:
             k, v, *own = (torch.cat([old, x], 1) for old, x in zip(kept, tokens, strict=True))
             keys = self._keys(k, v, tuple(own), frozen)
         after = followed((there, *kept), new, valid)
-        given = [each for each in c if not isinstance(each, ChannelEnds)]  # all: no window has an alpha per channel
-        return keys, tuple(each.through(b) for each, b in zip(given, bands, strict=True)), after
+        return keys, tuple(each.through(b) for each, b in zip(c, bands, strict=True)), after
 
     def _closed(self, rows: Flag, own: Own, W: Weights, S: Weights, frozen: Weights) -> tuple[Weights, Weights]:
         """W and the next chunk's frozen weights, after a chunk that ended in ``rows``. own: gates of its last token."""
@@ -358,30 +343,14 @@ class _Scan:
         return mlp.finish(z, q, self.norm or None, self.network)
 
     def _running(
-        self, keys: Keys, coefficients: "tuple[ChannelEnds | Coefficients | Ends, ...]", W: Weights, S: Weights,
+        self, keys: Keys, coefficients: tuple[OfLayer, ...], W: Weights, S: Weights,
         frozen: Weights, layer: int, z: Tensor,
     ) -> Tensor:  # fmt: skip
         """Output of a layer for inputs z, with each token's M_t or the weights of the chunk's start."""
-        c = coefficients[layer]
-        if self.reads_start or isinstance(c, Ends):
+        if self.reads_start:
             return z @ frozen[layer]
-        if isinstance(c, Coefficients):
-            alike = z @ keys.X[layer].mT
-            scores = alike * c.mix
-        else:  # (N, c, c, d) times (N, c, d, 1): R, in one pass over P.
-            scores = (c.P * keys.X[layer].unsqueeze(1) @ z.unsqueeze(-1)).squeeze(-1) * c.theta
-        seen = (c.A * z) @ W[layer] + (c.B * z) @ S[layer] - scores @ keys.G[layer]
-        if isinstance(c, Erasing):
-            seen = seen - alike * c.erased @ c.rows
+        seen = coefficients[layer].seen(z, keys.X[layer], keys.G[layer], W[layer], S[layer])
         return seen + z @ self.begin[layer] if self.to_start else seen
-
-
-Kind = TypeVar("Kind", Ends, Coefficients)
-
-
-def _are(coefficients: tuple[object, ...], kind: type[Kind]) -> TypeGuard[tuple[Kind, ...]]:
-    """Whether the coefficients of every layer are of this kind."""
-    return all(isinstance(c, kind) for c in coefficients)
 
 
 def _last(own: Own, valid: Tensor | None) -> Own:
@@ -390,22 +359,6 @@ def _last(own: Own, valid: Tensor | None) -> Own:
         return tuple(gate[:, -1:] for gate in own)
     at = (valid.sum(-1) - 1).clamp(min=0)[:, None, None]
     return tuple(gate.take_along_dim(at, 1) for gate in own)
-
-
-def _written(
-    keys: Keys, coefficients: "tuple[Ends | Coefficients | ChannelEnds, ...]", W: Weights, S: Weights
-) -> tuple[Weights, Weights]:
-    """W and S after a block."""
-    new_W, new_S = [], []
-    for layer, c in enumerate(coefficients):
-        x, g = keys.X[layer], keys.G[layer]
-        erased = c.erased[..., -1, :, None] * c.rows if isinstance(c, Erasing) else 0.0
-        c = Ends.of(c) if isinstance(c, Coefficients) else c
-        # p has one number per token, or one per token and channel.
-        written = x.mT @ (c.p * g + erased) if c.p.shape[-1] == 1 else (c.p * x).mT @ g
-        new_W.append(c.a * W[layer] + c.b * S[layer] - written)
-        new_S.append(c.m * S[layer] - x.mT @ (c.e * g))
-    return tuple(new_W), tuple(new_S)
 
 
 def _for_each(made: Any, rows: int) -> Any:
@@ -420,62 +373,20 @@ def _decays(network: NetworkShape, alpha: Tensor, valid: Tensor | None, rows: in
     return list(zip(*(found * (network.depth // len(found))), strict=True))
 
 
-class ChannelEnds(NamedTuple):
-    """Coefficients of a block for one layer with an alpha per channel; d is the layer's d_in.
-
-    A, B: (N, c, d). P: (N, c, c, d). a, b: (N, d, 1), A and B of the last token. m: (N, 1, 1), weight of S in the last
-    S. p: (N, c, d), P of the last token, times theta. e: (N, c, 1), E of the last token, times theta. theta: (N, 1, c).
-    """
-
-    A: Tensor
-    B: Tensor
-    P: Tensor
-    a: Tensor
-    b: Tensor
-    m: Tensor
-    p: Tensor
-    e: Tensor
-    theta: Tensor
-
-
-def channel_coefficients(
+def of_all_tokens(
     rule: Rule, theta: Tensor, eta: Tensor, alpha: Tensor, own: Own, valid: Tensor | None
-) -> list[ChannelEnds]:
-    """Coefficients of n blocks for Titans' own update, the only one that is served here.
-
-    theta, eta: (n, N, c, 1). alpha: (n, N, c, d). valid: (n, N, c), or None if all tokens are valid; invalid tokens
-    change nothing.
-    """
-    keep, writes = 1 - alpha, torch.ones_like(eta)
-    if valid is not None:
-        valid = valid.unsqueeze(-1)
-        theta, eta, keep, writes = (
-            torch.where(valid, g, float(fill)) for g, fill in ((theta, 0), (eta, 1), (keep, 1), (writes, 0))
-        )
-    A, m = torch.cumprod(keep, -2), torch.cumprod(eta, -2)
-    each = torch.eye(eta.shape[-2], dtype=eta.dtype, device=eta.device).unsqueeze(-1)
-    E, b, p, B, P = torch.zeros_like(eta), torch.zeros_like(keep[..., 0, :]), torch.zeros_like(keep), [], []
-    tokens = zip(each, *(gate.unbind(-2) for gate in (eta, keep, writes, m)), strict=True)
-    for here, eta_t, keep_t, writes_t, m_t in tokens:
-        E = E * eta_t.unsqueeze(-2) + here
-        b = keep_t * b + writes_t * m_t
-        p = keep_t.unsqueeze(-2) * p + writes_t.unsqueeze(-2) * E
-        B.append(b)
-        P.append(p)
-    last = A[..., -1, :, None], b.unsqueeze(-1), m[..., -1:, :]
-    parts = A, torch.stack(B, -2), torch.stack(P, -3), *last, p * theta, E * theta, theta.mT
-    return [ChannelEnds(*block) for block in zip(*(part.unbind() for part in parts), strict=True)]
-
-
-def exact(rule: Rule, theta: Tensor, eta: Tensor, alpha: Tensor, own: Own, valid: Tensor | None) -> list[Coefficients]:
+) -> list[Coefficients]:
     """Coefficients of n blocks of at most MAX_BLOCK tokens. theta, eta, alpha, own: (n, N, c, 1); valid: (n, N, c)."""
     theta, eta, alpha = (gate.squeeze(-1).unsqueeze(0) for gate in (theta, eta, alpha))
     found = (x.squeeze(0).unbind() for x in rule.coefficients(theta, eta, alpha, own, valid))
     return [Coefficients(*block) for block in zip(*found, strict=True)]
 
 
-def ends(rule: Rule, theta: Tensor, eta: Tensor, alpha: Tensor, own: Own, valid: Tensor | None) -> list[Ends]:
-    """Ends of n blocks of any length. theta, eta, alpha, own: (n, N, c, 1); valid: (n, N, c) or None.
+def of_last_token(
+    rule: Rule, theta: Tensor, eta: Tensor, alpha: Tensor, own: Own, valid: Tensor | None
+) -> list[Coefficients]:
+    """The last token's row of coefficients of n blocks of any length. theta, eta, alpha, own: (n, N, c, 1); valid:
+    (n, N, c) or None.
 
     Computes the rule's coefficients in pieces of MAX_BLOCK tokens and joins them from the last piece backward: for a
     longer block all products would be c x c numbers.
@@ -498,19 +409,17 @@ def ends(rule: Rule, theta: Tensor, eta: Tensor, alpha: Tensor, own: Own, valid:
     one = torch.ones_like(m[0])
     a, b, momentum, p, into_s = one, torch.zeros_like(one), one, [], []
     for piece in range(pieces - 1, -1, -1):
-        p.append(a * mix[piece][..., -1, :, None] + b * e[piece])
+        p.append(a * mix[piece][..., -1:, :] + b * e[piece].mT)
         into_s.append(momentum * e[piece])
         a, b = a * A[piece][..., -1:, :], a * B[piece][..., -1:, :] + b * m[piece]
         momentum = momentum * m[piece]
-    joined = (torch.cat(x[::-1], -2)[..., :c, :] for x in (p, into_s))
-    return [Ends(*block) for block in zip(*(x.unbind() for x in (a, b, momentum, *joined)), strict=True)]
+    mix, e = torch.cat(p[::-1], -1)[..., :c], torch.cat(into_s[::-1], -2)[..., :c, :]
+    return [Coefficients(*block) for block in zip(*(x.unbind() for x in (a, b, mix, momentum, e)), strict=True)]
 
 
 def _unserved(call: MemoryCall) -> str | None:
     if call.channelwise and type(call.rule).coefficients is not Rule.coefficients:
         return f"alpha has one value per channel, and the rule {call.rule.name} moves M its own way"
-    if call.channelwise and call.rule.window > 1:
-        return f"alpha has one value per channel, and the rule {call.rule.name} has a window"
     if call.channelwise and call.rule.erases:
         return f"alpha has one value per channel, and the rule {call.rule.name} erases whole matrices"
     own = call.channelwise or call.reads_start or call.soup or not call.rule.plain

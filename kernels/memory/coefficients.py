@@ -12,7 +12,8 @@ from titans_pt.kernels.common import first_derivatives_only
 class Coefficients:
     """The coefficients of blocks of c tokens, (..., c, 1) or (..., c, c).
 
-    A, B: weights of the block's first M and S in M_t. mix: P[t, i] theta_i, weight of token i's gradient in M_t.
+    A, B: weights of the block's first M and S in M_t. mix: P[t, i] theta_i, weight of token i's gradient in M_t. Where
+    no token reads what its own block writes, these three may have the last token's row alone.
     m: (..., 1, 1), weight of the first S in the last S. e: E[c, i] theta_i, weight of token i's gradient in the last S.
     """
 
@@ -29,6 +30,26 @@ class Coefficients:
         """
         return Coefficients(self.A, self.B, self.mix @ band, self.m, band.mT @ self.e)
 
+    def seen(self, z: Tensor, x: Tensor, g: Tensor, W: Tensor, S: Tensor) -> Tensor:
+        """Output of a layer for inputs z (N, c, d_in), each with its token's M_t: z_t M_t, (N, c, d_out).
+
+        x (N, c, d_in) and g (N, c, d_out): the tokens' gradients are x^T g. W, S (N, d_in, d_out): the block's first.
+        """
+        return (self.A * z) @ W + (self.B * z) @ S - self.sums(z @ x.mT, g)
+
+    def sums(self, alike: Tensor, g: Tensor) -> Tensor:
+        """Contribution of the block's own writes to :meth:`seen`. alike: z . x, (N, c, c)."""
+        return alike * self.mix @ g
+
+    def after(self, x: Tensor, g: Tensor, W: Tensor, S: Tensor) -> tuple[Tensor, Tensor]:
+        """W and S after the block; arguments as in :meth:`seen`."""
+        end = Ends.of(self)
+        return end.a * W + end.b * S - x.mT @ self.written(g), end.m * S - x.mT @ (end.e * g)
+
+    def written(self, g: Tensor) -> Tensor:
+        """Factor of each token beside its x in the sum that the last M loses, (N, c, d_out)."""
+        return Ends.of(self).p * g
+
 
 @dataclass
 class Ends:
@@ -44,10 +65,6 @@ class Ends:
     m: Tensor
     p: Tensor
     e: Tensor
-
-    def through(self, band: Tensor) -> "Ends":
-        """Counterpart of :meth:`Coefficients.through`."""
-        return Ends(self.a, self.b, self.m, band.mT @ self.p, band.mT @ self.e)
 
     @staticmethod
     def of(c: Coefficients) -> "Ends":

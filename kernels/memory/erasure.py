@@ -51,6 +51,12 @@ class Erasing(Coefficients):
     rows: Tensor
     erased: Tensor
 
+    def sums(self, alike: Tensor, g: Tensor) -> Tensor:
+        return super().sums(alike, g) + alike * self.erased @ self.rows
+
+    def written(self, g: Tensor) -> Tensor:
+        return super().written(g) + self.erased[..., -1, :, None] * self.rows
+
 
 def erasing(
     rule: Rule, c: Coefficients, decay: Decay, theta: Tensor, x: Tensor, g: Tensor, W: Tensor, S: Tensor

@@ -4,7 +4,7 @@ import math
 
 from titans_pt.config import MemoryConfig
 from titans_pt.kernels.memory import NetworkShape
-from titans_pt.kernels.memory.blockwise import CHANNELWISE_BLOCK
+from titans_pt.kernels.memory.channels import CHANNELWISE_BLOCK
 from titans_pt.kernels.memory.chunked import MAX_BLOCK
 from titans_pt.kernels.memory.rules import Rule
 from titans_pt.layers.flops import Flops

@@ -6,8 +6,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from titans_pt.config import MemoryConfig, Section
-from titans_pt.config.sections import Need
+from titans_pt.config import Section
 from titans_pt.kernels.memory.rules.base import RULES, Own, OwnGate, SquaredError
 
 
@@ -37,11 +36,6 @@ class WindowRule(SquaredError):
         self.window, self.border = self.settings.window, self.settings.border
         starts = [0.9] + [0.5] * (self.window - 1)
         self.gates = {f"window_{j}": OwnGate(start=start, share=True) for j, start in enumerate(starts)} | self.gates
-
-    @classmethod
-    def check(cls, config: MemoryConfig, need: Need):
-        allowed = f"must be head with model.memory.rule={cls.name}, whose window has no channels"
-        need(config.alpha == "head", "model.memory.alpha", config.alpha, allowed)
 
     def share(self, v: Tensor, own: Own) -> Tensor | None:
         """A token's step is a sum over its window; the share keeps it at most as long as one step of Titans."""

@@ -100,14 +100,18 @@ class SmallYaad(Yaad):
         return 0.1 * super().loss(error, v, own)
 
 
-def given(rule, depth, seed=0, T=T, D=8, per_layer=False):
-    """Inputs and the rule's own gates, which are about as large as the errors: there a loss has most curvature."""
+def given(rule, depth, seed=0, T=T, D=8, per_layer=False, channelwise=False):
+    """Inputs and the rule's own gates, which are about as large as the errors: there a loss has most curvature.
+    channelwise: every channel has an alpha."""
     gen = torch.Generator().manual_seed(seed)
     tensors = make(2, T, 2, D, 6, depth, seed=seed, per_layer=per_layer)
     tensors[4], tensors[5] = (0.05 + 0.9 * gate for gate in tensors[4:6])
     own = [0.5 + torch.rand(2, T, 2, generator=gen, dtype=torch.float64) for _ in rule.gates]
     if (inputs := rule.width(D)) != D:
         tensors[6] = torch.randn(2, inputs, tensors[6].shape[2], generator=gen, dtype=torch.float64)
+    if channelwise:
+        channels = sum(weights.shape[1] for weights in tensors[6 : 6 + depth])
+        tensors[5] = 0.05 + 0.9 * torch.rand(2, T, 2, channels, generator=gen, dtype=torch.float64)
     return tensors, own
 
 

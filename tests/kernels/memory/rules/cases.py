@@ -17,12 +17,13 @@ def equals_the_definition(rule, seed: int, backend: str = "chunked", **fixed) ->
         ValueError: the backend does not serve the case.
     """
     choose = random.Random(seed)
+    channelwise = fixed.pop("channelwise", False)
     depth = fixed.pop("depth", choose.choice([1, 2, 3]))
     options = {
         "chunk_size": choose.choice([1, 3, 5, 8, 32]), "forget_to": choose.choice(["start", "zero"]),
         "save_every": choose.choice([None, 1, 2]), "stale": choose.random() < 0.2,
     } | fixed  # fmt: skip
-    tensors, own = given(rule, depth, seed=seed, T=T, D=6, per_layer=seed % 2 == 1)
+    tensors, own = given(rule, depth, seed=seed, T=T, D=6, per_layer=seed % 2 == 1, channelwise=channelwise)
     if choose.random() < 0.5:
         rows = 1 if backend == "native" and rule.window > 1 else 2  # C needs equal resets in all rows for windows
         reset = torch.rand(rows, T, generator=torch.Generator().manual_seed(seed)) < 0.15
