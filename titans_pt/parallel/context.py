@@ -166,10 +166,10 @@ def _places(shapes: list[tuple[torch.Size, torch.dtype]]) -> tuple[list[int], in
 
 
 def _message(tensors: list[Tensor]) -> Tensor:
-    places, size = _places([(t.shape, t.dtype) for t in tensors])
-    message = torch.empty(size, dtype=torch.uint8, device=tensors[0].device)
-    for place, t in zip(places, tensors, strict=True):
-        message[place : place + t.numel() * t.element_size()] = t.detach().contiguous().flatten().view(torch.uint8)
+    shapes = [(t.shape, t.dtype) for t in tensors]
+    message = torch.empty(_places(shapes)[1], dtype=torch.uint8, device=tensors[0].device)
+    for place, t in zip(_contents(message, shapes), tensors, strict=True):
+        place.copy_(t.detach())
     return message
 
 
