@@ -202,3 +202,34 @@ def observe_memories(model: nn.Module, newest: bool = False) -> Iterator[dict[st
     finally:
         for observer in observers.values():
             observer.close()
+
+
+@contextmanager
+def without_prefixes(model: nn.Module, seen: list) -> Iterator[None]:
+    """In the ``with`` block, persistent tokens that the model's memories write leave nothing in ``seen``, a list that
+    the caller's hooks append to.
+
+    Persistent tokens belong to no row, and how often they are written depends on the micro-batches and context ranks
+    that share the rows: a mean over tokens that counts them would depend on these.
+    """
+
+    def pass_over(memory: Any):
+        """Shadow the method that writes persistent tokens by one that forgets what hooks noted."""
+        write = memory.start_after
+
+        def start_after(prefix: Tensor) -> Any:
+            before = len(seen)
+            found = write(prefix)
+            del seen[before:]
+            return found
+
+        memory.start_after = start_after
+
+    memories: list[Any] = [module for module in model.modules() if hasattr(module, "start_after")]
+    for memory in memories:
+        pass_over(memory)
+    try:
+        yield
+    finally:
+        for memory in memories:
+            del memory.start_after

@@ -26,7 +26,7 @@ ALIGNED = 16
 
 class Context:
     """A backbone's way (titans_pt.models.ways) for calls without a state: this rank reads one piece of each sequence,
-    the other ranks of its group read the other pieces.
+    the other ranks of its group read the other pieces. The states that a call returns are those after the rank's piece.
 
     Args:
         group: the ranks that share a sequence, in its order.
@@ -46,11 +46,14 @@ class Context:
         if state is not None:
             return blocks(x, state, documents)
         self.begin()
+        found = []
         for block in backbone:
             x, before = self.receive(x, block)
             x, after = backbone.call(_mix, block, x, before, documents)
             x = backbone.call(_feed, block, self.send(x, after))
-        return x, None
+            if states:
+                found.append(after)
+        return x, found if states else None
 
     def begin(self):
         """Wait, before the first block, until all messages of the last pass have arrived."""
@@ -163,10 +166,10 @@ def _places(shapes: list[tuple[torch.Size, torch.dtype]]) -> tuple[list[int], in
 
 
 def _message(tensors: list[Tensor]) -> Tensor:
-    places, size = _places([(t.shape, t.dtype) for t in tensors])
-    message = torch.empty(size, dtype=torch.uint8, device=tensors[0].device)
-    for place, t in zip(places, tensors, strict=True):
-        message[place : place + t.numel() * t.element_size()] = t.detach().contiguous().flatten().view(torch.uint8)
+    shapes = [(t.shape, t.dtype) for t in tensors]
+    message = torch.empty(_places(shapes)[1], dtype=torch.uint8, device=tensors[0].device)
+    for place, t in zip(_contents(message, shapes), tensors, strict=True):
+        place.copy_(t.detach())
     return message
 
 

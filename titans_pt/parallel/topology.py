@@ -1,5 +1,6 @@
 """The grid of ranks, and the exchanges inside one of its groups."""
 
+import math
 from collections.abc import Mapping
 from datetime import timedelta
 
@@ -123,7 +124,7 @@ def grid_shape(sizes: Mapping[str, int], world_size: int) -> tuple[int, ...]:
     tensor, context = sizes["tensor"], sizes.get("context", 1)
     for name, size, others in (("tensor", tensor, 1), ("context", context, tensor)):
         if world_size % (others * size):
-            fits = max(n for n in range(1, size + 1) if world_size % (others * n) == 0)
+            fits = math.gcd(size, world_size // others)  # divides heads and data.seq_len, which ``size`` divides
             beside = "" if others == 1 else f" / parallel.tensor={others}"
             raise UserError(
                 f"parallel.{name}: given {size}; must divide the number of ranks, {world_size}{beside}; set it to "

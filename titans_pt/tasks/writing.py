@@ -1,7 +1,7 @@
 """A cost of writing (model.memory.write_cost): it penalises writes that the task does not need."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from titans_pt.layers.memory_gates import WriteGate
+from titans_pt.layers.memory_observer import without_prefixes
 from titans_pt.layers.recurrence import precise
 from titans_pt.models.mixers.base import Mixer
 
@@ -21,8 +22,7 @@ def write_gates(model: nn.Module, collect: bool = True) -> Iterator[list[Tensor]
     """Collect the write gates of every mixer that runs in the ``with`` block: each (rows, ...), 0 to 1, fp32. The list
     is filled when the block ends.
 
-    Persistent tokens are left out: they belong to no row, and how often they are written depends on the micro-batches
-    and context ranks that share the rows. Their share of the mean would depend on these.
+    Persistent tokens are left out (:func:`without_prefixes`).
 
     Args:
         collect: False collects nothing and costs nothing.
@@ -35,27 +35,11 @@ def write_gates(model: nn.Module, collect: bool = True) -> Iterator[list[Tensor]
         # to the checkpointed layer, which is recomputed without the hook.
         return module.register_forward_hook(lambda _, given, made: seen.append((share, made)))
 
-    def pass_over(memory: Any):
-        """Shadow the method that writes persistent tokens by one that forgets their gates."""
-        write = memory.start_after
-
-        def start_after(prefix: Tensor) -> Any:
-            before = len(seen)
-            found = write(prefix)
-            del seen[before:]
-            return found
-
-        memory.start_after = start_after
-
     hooks = [watch(*gate) for gate in _gates(model)] if collect else []
-    memories = [module for module in model.modules() if collect and hasattr(module, "start_after")]
-    for memory in memories:
-        pass_over(memory)
     try:
-        yield gates
+        with without_prefixes(model, seen) if collect else nullcontext():
+            yield gates
     finally:
-        for memory in memories:
-            del memory.start_after
         for hook in hooks:
             hook.remove()
     gates += [share(made) for share, made in seen]

@@ -62,7 +62,8 @@ def check_node_ranks(config: Config, ranks: int):
     """
     size = config.parallel.node_ranks or 1
     if ranks % size:
-        raise UserError(f"parallel.node_ranks: given {size}; must divide the number of ranks, {ranks}")
+        raise UserError(f"parallel.node_ranks: given {size}; must divide the number of ranks, {ranks}; set it to "
+                        f"{math.gcd(size, ranks)}, or leave it out")  # fmt: skip
 
 
 OVERLAPPED = 25_000_000

@@ -357,7 +357,9 @@ class Trainer:
         if not memories_of(self.engine.model):
             return {}
         first = tuple(None if part is None else part[:1] for part in batch)
-        with memory_probe(self.engine.model) as means, torch.compiler.set_stance("force_eager"):
+        grid = self.engine.topology
+        probe = memory_probe(self.engine.model, grid.tensor, grid.context)
+        with probe as means, torch.compiler.set_stance("force_eager"):
             self.engine.validate([(first, torch.ones(1, device=self.ranks.device))])
             return means()
 

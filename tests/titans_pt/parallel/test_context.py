@@ -58,7 +58,8 @@ def test_a_sequence_of_64k_tokens_over_four_ranks(tmp_path, model):
 
 def test_a_state_travels_as_one_message():
     numbers = torch.arange(6, dtype=torch.bfloat16).view(2, 3), torch.randn(2, 2, 1, dtype=torch.float64)[:, ::2]
-    state = [MemoryState(numbers, (), (torch.empty(2, 0),), torch.tensor([3, 1])), None, 7]
+    one_row = torch.tensor([3, 1])[1::2]  # a single entry whose stride is 2, as a hierarchy's states have
+    state = [MemoryState(numbers, (), (torch.empty(2, 0),), one_row), None, 7]
     skeleton, found = _parts(state, torch.device("cpu"))
     shapes = [(t.shape, t.dtype) for t in found]
     message = _message(found)

@@ -143,6 +143,17 @@ def test_what_cannot_fit_is_refused(config):
         make_plan(task_of(config()), ranks=0)
 
 
+@pytest.mark.parametrize("axis", ["tensor", "context"])
+def test_a_grid_that_does_not_fit_the_ranks_names_one_that_does(config, axis):
+    """Three ranks would divide six, but neither the heads nor data.seq_len."""
+    given = {"model": {"n_heads": 4, "mlp_hidden": 64}, "train": {"batch_tokens": 6 * 128}}
+    with pytest.raises(UserError) as error:
+        make_plan(task_of(config(**given, parallel={axis: 4})), ranks=6)
+    told = re.search(f"parallel.{axis}: given 4; .*; set it to (\\d+), or start (\\d+) processes", str(error.value))
+    assert make_plan(task_of(config(**given, parallel={axis: int(told[1])})), ranks=6)
+    assert make_plan(task_of(config(**given, parallel={axis: 4})), ranks=int(told[2]))
+
+
 @pytest.mark.usefixtures("one_group")
 def test_a_training_builds_its_task_once(tmp_path, monkeypatch):
     """Plan, engine, data and checkpoints share one task."""
