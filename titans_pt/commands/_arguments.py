@@ -162,8 +162,9 @@ study_ranks = click.option(
 )
 
 
-def draws(action):
-    """Add the options that say how tokens are drawn: temperature, top_k, top_p and seed."""
+def sampling(action):
+    """Add the options that say how tokens are drawn; the action gets them as ``sampling``, a dict of the fields of
+    :class:`titans_pt.streaming.Sampling`."""
     temperatures = real(lambda t: t == 0 or 1e-6 <= t <= 1e6, "0, or a number from 0.000001 to a million")
     shares = real(lambda p: 0 < p <= 1, "a number above 0 and at most 1")
     options = (
@@ -175,4 +176,9 @@ def draws(action):
         ),
         click.option("--seed", type=whole(0), default=0, metavar="N", help="random seed of the samples"),
     )  # fmt: skip
-    return functools.reduce(lambda wrapped, option: option(wrapped), reversed(options), action)
+
+    @functools.wraps(action)
+    def bundled(temperature: float, top_k: int | None, top_p: float, seed: int, **more):
+        return action(sampling=dict(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed), **more)
+
+    return functools.reduce(lambda wrapped, option: option(wrapped), reversed(options), bundled)
