@@ -27,9 +27,8 @@ class RecallAnswers:
         self.loaded, self.settings = run, config.evaluation.recall
         task: Any = run.task  # Recall, or another task with its mqar
         self.trained: MQAR = task.mqar
-        self.jobs = [(by, value, questions, first) for by, value, questions, count in self._kinds()
-                     for first in range(0, count, ROWS)]  # fmt: skip
-        self.counts = {(by, value): count for by, value, _, count in self._kinds()}
+        self.jobs = [(by, value, questions, first, min(ROWS, count - first))
+                     for by, value, questions, count in self._kinds() for first in range(0, count, ROWS)]  # fmt: skip
         self.keys = [self._key(*job) for job in self.jobs]
 
     def _kinds(self) -> Iterator[tuple[str, int | None, MQAR, int]]:
@@ -49,22 +48,17 @@ class RecallAnswers:
         room = (trained.length - trained.shortest) * other.pairs // trained.pairs
         return replace(other, length=other.shortest + room)
 
-    def _rows(self, by: str, value: int | None, first: int) -> int:
-        return min(ROWS, self.counts[by, value] - first)
-
-    def _key(self, by: str, value: int | None, questions: MQAR, first: int) -> str:
+    def _key(self, by: str, value: int | None, questions: MQAR, first: int, rows: int) -> str:
         kind = [by, value] if by else []  # with the trained number of pairs, questions equal the trained ones
-        rows = self._rows(by, value, first)
         return digest(self.name, asdict(questions), first, rows, EVALUATION_SEED, *kind, self.loaded.identity)
 
     def measure(self, index: int) -> dict:
         """Count the right answers of a batch of samples that training does not draw."""
-        by, value, questions, first = self.jobs[index]
+        by, value, questions, first, rows = self.jobs[index]
         device = device_of(self.loaded.model)
-        ids, places = (part.to(device) for part in stacked(questions, EVALUATION_SEED, first,
-                                                           self._rows(by, value, first)))  # fmt: skip
+        ids, places = (part.to(device) for part in stacked(questions, EVALUATION_SEED, first, rows))
         right = answered(self.loaded.model, ids, places)
-        return {"by": by, "value": value, "first": first, "rows": len(ids), "right": int(right.sum()),
+        return {"by": by, "value": value, "first": first, "rows": rows, "right": int(right.sum()),
                 "answers": right.numel()}  # fmt: skip
 
     def summary(self, records: list[dict]) -> dict:
