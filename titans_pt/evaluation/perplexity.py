@@ -22,7 +22,7 @@ from titans_pt.models.mixers.common import any_memory
 from titans_pt.runs.loaded import LoadedRun
 from titans_pt.streaming import device_of
 from titans_pt.tools.records import digest
-from titans_pt.tools.statistics import ratio_error
+from titans_pt.tools.statistics import doubling, perplexity, ratio_error
 
 log = logging.getLogger(__name__)
 
@@ -80,14 +80,8 @@ def position_sums(losses: np.ndarray) -> list[list[float]]:
 
     The position of a token is the number of tokens before it in its stream: losses[i] is at i + 1.
     """
-    sums: list[list[float]] = []
-    start = 0
-    while start < len(losses):
-        stop = 2 ** len(sums)
-        part = losses[start:stop]
-        sums.append([len(part), math.fsum(part), math.fsum(part**2)])
-        start = stop
-    return sums
+    parts = (losses[bucket] for bucket in doubling(len(losses)))
+    return [[len(part), math.fsum(part), math.fsum(part**2)] for part in parts]
 
 
 class Perplexity:
@@ -225,11 +219,11 @@ class Perplexity:
         by_length, tokens, total = [], 0, 0.0
         for row in positions:
             tokens, total = tokens + row["n"], total + row["n"] * row["mean"]
-            by_length.append({"length": row["last"], "loss": total / tokens, "perplexity": _exp(total / tokens)})
+            by_length.append({"length": row["last"], "loss": total / tokens, "perplexity": perplexity(total / tokens)})
         return {
             "loss": loss,
             "stderr": ratio_error([record["n"] for record in records], by_stream),
-            "perplexity": _exp(loss),
+            "perplexity": perplexity(loss),
             "bits_per_byte": nats / math.log(2) / size if size else None,
             "unigram_loss": self.unigram_loss,
             "tokens": n,
@@ -267,7 +261,3 @@ class Perplexity:
 
 def _frozen(after: int) -> str:
     return f"frozen after {after:,} tokens" if after else "off"
-
-
-def _exp(loss: float) -> float:
-    return math.exp(loss) if loss < 700 else math.inf
