@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titans_pt.config import Config
-from titans_pt.data_pipeline import TokenFiles, document_begins
+from titans_pt.data_pipeline import IndexedDataset, TokenFiles, document_begins
 from titans_pt.errors import UserError
 from titans_pt.evaluation.plots import plot_positions
 from titans_pt.layers.memory_gates import Gates
@@ -73,6 +73,14 @@ def token_losses(
 
 def _pieces(start: int, stop: int, size: int) -> list[tuple[int, int]]:
     return [(begin, min(begin + size, stop)) for begin in range(start, stop, size)]
+
+
+def resets(tokens: IndexedDataset, start: int, count: int, config: Config) -> Tensor | None:
+    """(count,) bool for the tokens from ``start`` on: True where a document begins, at which the model must forget;
+    None without data.reset_at_documents."""
+    if not config.data.reset_at_documents:
+        return None
+    return torch.from_numpy(document_begins(tokens.document_starts, start, count))
 
 
 def position_sums(losses: np.ndarray) -> list[list[float]]:
@@ -169,9 +177,7 @@ class Perplexity:
         """Scores stream ``index``: n, nats, the text's bytes and the sums by position."""
         (start, freeze), run = self.jobs[index], self.loaded
         ids = self._read(start)
-        reset = None
-        if self.config.data.reset_at_documents:
-            reset = torch.from_numpy(document_begins(self.validation.document_starts, start, len(ids)))
+        reset = resets(self.validation, start, len(ids), self.config)
         began = time.perf_counter()
         chunk_tokens = self.config.evaluation.prefill_tokens
         losses = token_losses(run.model, torch.from_numpy(ids), chunk_tokens, reset, freeze).numpy()

@@ -13,9 +13,9 @@ from torch import nn
 
 from titans_pt.config import Config, ModelConfig
 from titans_pt.config.files import validated
-from titans_pt.data_pipeline import TokenFiles, document_begins
+from titans_pt.data_pipeline import TokenFiles
 from titans_pt.evaluation import runner
-from titans_pt.evaluation.perplexity import token_losses
+from titans_pt.evaluation.perplexity import resets, token_losses
 from titans_pt.layers.memory_observer import memories_of
 from titans_pt.models.mixers.common import any_memory
 from titans_pt.reproduce.figures import Figure
@@ -137,9 +137,7 @@ def across_chunks(run: Path) -> list[dict]:
             losses = []
             for start in range(0, streams * length, length):
                 ids = torch.from_numpy(validation.read(start, start + length + 1).astype("int64"))
-                reset = None
-                if config.data.reset_at_documents:
-                    reset = torch.from_numpy(document_begins(validation.document_starts, start, len(ids)))
+                reset = resets(validation, start, len(ids), config)
                 part = token_losses(loaded.model, ids, config.evaluation.prefill_tokens, reset)
                 losses.append(float(part.mean()))
         mean, tokens = math.fsum(losses) / streams, streams * length
