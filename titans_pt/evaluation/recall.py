@@ -10,7 +10,7 @@ from titans_pt.runs.loaded import LoadedRun
 from titans_pt.streaming import device_of
 from titans_pt.tasks.answers import EVALUATION_SEED, answered, stacked
 from titans_pt.tasks.recall import MQAR
-from titans_pt.tools.plots import new_figure, own_style, save_figure
+from titans_pt.tools.plots import new_figure, own_style, powers_of_two, save_figure
 from titans_pt.tools.records import digest
 from titans_pt.tools.statistics import proportion, without_keys
 
@@ -98,8 +98,7 @@ class RecallAnswers:
             below = [100 * (row["mean"] - row["low"]) for row in rows]
             above = [100 * (row["high"] - row["mean"]) for row in rows]
             axes.errorbar([row[by] for row in rows], means, yerr=[below, above], marker="o", capsize=3)
-            axes.set_xscale("log", base=2)
-            axes.xaxis.set_major_formatter("{x:,.0f}")
+            powers_of_two(axes)
             axes.set_xlabel(f"{by} (trained with {summary['trained'][by]})")
             axes.set_ylim(-3, 103)
             axes.grid(alpha=0.3)
