@@ -6,10 +6,11 @@ plans on the model (titans_pt.token_plans).
 """
 
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain, repeat
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,8 @@ from torch import Tensor, nn
 from titans_pt.errors import UserError
 from titans_pt.layers.state import fork
 from titans_pt.token_plans import put_on
+
+T = TypeVar("T")
 
 
 def device_of(model: nn.Module) -> torch.device:
@@ -183,43 +186,54 @@ def greedy(
     return continuation(model, last_logits, state, max_new_tokens, stop_ids, most_likely)
 
 
-def sample(
-    model: nn.Module,
-    last_logits: Tensor,
-    state: Any,
-    max_new_tokens: int,
-    stop_ids: Collection[int] = (),
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    top_p: float = 1.0,
-    seed: int = 0,
-    read_last: bool = False,
-) -> Generator[int, None, tuple[Tensor, Any]]:
-    """:func:`continuation` with ids drawn by :func:`draw`; temperature 0 is :func:`greedy`."""
-    choose = chooser(temperature, top_k, top_p, seed)
-    return continuation(model, last_logits, state, max_new_tokens, stop_ids, choose, read_last)
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn from logits; by default the most likely one is taken. See :func:`draw`."""
+
+    temperature: float = 0.0
+    """0 takes the most likely token, 1 draws from the model's distribution."""
+    top_k: int | None = None
+    """Draw only from this many most likely tokens; None: from all."""
+    top_p: float = 1.0
+    """Draw only from the smallest set of tokens that holds this much probability."""
+    seed: int = 0
+    """Random seed of the draws."""
+
+    def check(self, max_new_tokens: int):
+        """
+        Raises:
+            UserError: one of these numbers, or ``max_new_tokens``, is out of range or no number.
+        """
+        top_k = 1 if self.top_k is None else self.top_k
+        for kind, name, given, ok, allowed in (
+            (Integral, "max_new_tokens", max_new_tokens, lambda n: n >= 1, "a whole number, at least 1"),
+            (Real, "temperature", self.temperature, lambda t: t >= 0.0, "a number, at least 0 (0 is greedy)"),
+            (Integral, "top_k", top_k, lambda k: k >= 1, "a whole number, at least 1"),
+            (Real, "top_p", self.top_p, lambda p: 0.0 < p <= 1.0, "a number above 0, at most 1"),
+            (Integral, "seed", self.seed, lambda n: -(2**63) <= n < 2**63, "a whole number of 64 bits"),
+        ):
+            if not isinstance(given, kind) or not ok(given):
+                raise UserError(f"{name}: given {given!r}; allowed: {allowed}")
+
+    def chooser(self, row: int = 0) -> Callable[[Tensor], int]:
+        """A function from logits (V,) to an id; each ``row`` of a batch has draws of its own, with the seed + row."""
+        if self.temperature == 0.0:
+            return most_likely
+        generator = torch.Generator().manual_seed(self.seed + row)
+        return partial(draw, temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, generator=generator)
 
 
-def check_draws(max_new_tokens: int, temperature: float, top_k: int | None, top_p: float, seed: int = 0):
-    """Checks the arguments of :func:`sample`.
-
-    Raises:
-        UserError: an argument is out of range, or no number.
-    """
-    for kind, name, given, ok, allowed in (
-        (Integral, "max_new_tokens", max_new_tokens, lambda n: n >= 1, "a whole number, at least 1"),
-        (Real, "temperature", temperature, lambda t: t >= 0.0, "a number, at least 0 (0 is greedy)"),
-        (Integral, "top_k", 1 if top_k is None else top_k, lambda k: k >= 1, "a whole number, at least 1"),
-        (Real, "top_p", top_p, lambda p: 0.0 < p <= 1.0, "a number above 0, at most 1"),
-        (Integral, "seed", seed, lambda n: -(2**63) <= n < 2**63, "a whole number of 64 bits"),
-    ):
-        if not isinstance(given, kind) or not ok(given):
-            raise UserError(f"{name}: given {given!r}; allowed: {allowed}")
+GREEDY = Sampling()
 
 
-def chooser(temperature: float, top_k: int | None, top_p: float, seed: int) -> Callable[[Tensor], int]:
-    """A function from logits (V,) to an id: :func:`draw`, or the most likely id at temperature 0."""
-    if temperature == 0.0:
-        return most_likely
-    generator = torch.Generator().manual_seed(seed)
-    return partial(draw, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator)
+class Returning(Generic[T]):
+    """Iterate over a generator of ids and keep its return value."""
+
+    value: T
+    """Set at the end of the generator."""
+
+    def __init__(self, generator: Generator[int, None, T]):
+        self.generator = generator
+
+    def __iter__(self) -> Iterator[int]:
+        self.value = yield from self.generator

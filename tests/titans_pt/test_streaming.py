@@ -89,9 +89,13 @@ def test_stops_before_a_stop_id_and_at_the_limit():
 
 def test_sampling_is_a_function_of_the_seed(recurrent):
     start = streaming.prefill(recurrent, torch.tensor([[5]]), 1)
-    draw = lambda seed, **more: list(streaming.sample(recurrent, *start, 20, seed=seed, **more))  # noqa: E731
-    assert draw(1) == draw(1) != draw(2)
-    assert draw(1, temperature=0.0) == list(streaming.greedy(recurrent, *start, 20)) == draw(1, top_p=1e-9)
+
+    def drawn(seed, temperature=1.0, **more):
+        choose = streaming.Sampling(temperature, seed=seed, **more).chooser()
+        return list(streaming.continuation(recurrent, *start, 20, (), choose))
+
+    assert drawn(1) == drawn(1) != drawn(2)
+    assert drawn(1, temperature=0.0) == list(streaming.greedy(recurrent, *start, 20)) == drawn(1, top_p=1e-9)
 
 
 def test_draws_follow_temperature_top_k_and_top_p():

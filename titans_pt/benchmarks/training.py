@@ -26,7 +26,7 @@ from titans_pt.runs.folder import versions
 from titans_pt.tasks import task_of
 from titans_pt.tools.files import write_text
 from titans_pt.tools.markdown import markdown_table
-from titans_pt.tools.plots import from_zero, legend, new_figure, own_style, save_figure
+from titans_pt.tools.plots import from_zero, legend, new_figure, own_style, powers_of_two, save_figure
 from titans_pt.training.metrics import peak_flops
 from titans_pt.training.profiling import start_profile, time_shares
 
@@ -132,8 +132,7 @@ def plot(found: list[Measurement], path: Path):
     for model in models:
         points = [(m.length, m.tokens_per_second) for m in found if m.model == model]
         drawn += axes.plot(*zip(*points, strict=True), marker="o")
-    axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_formatter("{x:,.0f}")
+    powers_of_two(axes)
     from_zero(axes)
     axes.set_xlabel("tokens per sequence, at equal tokens per step")
     axes.set_ylabel("training tokens / s")

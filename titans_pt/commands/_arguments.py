@@ -60,13 +60,13 @@ def real(allows: Callable[[float], bool], allowed: str) -> Checked:
     return Checked(read, allowed)
 
 
-GIB = real(lambda number: 0 < number < 2**40, "a number of GiB above 0")
-COUNTS = Checked(
-    lambda words: list(dict.fromkeys(whole(1).read(word) for word in words.split(","))),
-    "whole numbers of at least 1, with commas between",
-)
-"""A list of int from words such as 1024,2048, without duplicates."""
+def several(number: Checked, allowed: str) -> Checked:
+    """A list of such numbers, from words such as 1024,2048; each counts once."""
+    return Checked(lambda words: list(dict.fromkeys(map(number.read, words.split(",")))), allowed)
 
+
+GIB = real(lambda number: 0 < number < 2**40, "a number of GiB above 0")
+COUNTS = several(whole(1), "whole numbers of at least 1, with commas between")
 NAMES = Checked(lambda words: list(dict.fromkeys(words.split(","))), "names with commas between")
 """A list of str from words such as mac,mag, each once; the action knows which are allowed."""
 
@@ -143,6 +143,11 @@ def settings(action, model: bool = True):
     return loaded
 
 
+def with_options(overrides: tuple[str, ...], given: dict[str, Any]) -> tuple[str, ...]:
+    """KEY=VALUE words, and those of options that set the same keys; options that are not given are None."""
+    return (*overrides, *(f"{key}={value}" for key, value in given.items() if value is not None))
+
+
 data_settings = functools.partial(settings, model=False)
 
 run_folder = click.argument("run", metavar="RUN", type=PATH, callback=_subject, help="the run.dir of a training run")
@@ -152,9 +157,14 @@ checkpoint_step = click.option(
     help="step of the checkpoint (default: the newest complete one; with train.patience the best)",
 )  # fmt: skip
 
+study_ranks = click.option(
+    "--ranks", type=whole(1), metavar="N", help="processes of a training (default: one for each GPU)"
+)
 
-def draws(action):
-    """Add the options that say how tokens are drawn: temperature, top_k, top_p and seed."""
+
+def sampling(action):
+    """Add the options that say how tokens are drawn; the action gets them as ``sampling``, a dict of the fields of
+    :class:`titans_pt.streaming.Sampling`."""
     temperatures = real(lambda t: t == 0 or 1e-6 <= t <= 1e6, "0, or a number from 0.000001 to a million")
     shares = real(lambda p: 0 < p <= 1, "a number above 0 and at most 1")
     options = (
@@ -166,4 +176,9 @@ def draws(action):
         ),
         click.option("--seed", type=whole(0), default=0, metavar="N", help="random seed of the samples"),
     )  # fmt: skip
-    return functools.reduce(lambda wrapped, option: option(wrapped), reversed(options), action)
+
+    @functools.wraps(action)
+    def bundled(temperature: float, top_k: int | None, top_p: float, seed: int, **more):
+        return action(sampling=dict(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed), **more)
+
+    return functools.reduce(lambda wrapped, option: option(wrapped), reversed(options), bundled)

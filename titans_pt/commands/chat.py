@@ -2,10 +2,11 @@ import contextlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import click
 
-from titans_pt.commands._arguments import FILE, PATH, checkpoint_step, draws, overrides, run_folder, whole
+from titans_pt.commands._arguments import FILE, PATH, checkpoint_step, overrides, run_folder, sampling, whole
 
 SECTION = "evaluate"
 WRITES = "--save-state"
@@ -16,7 +17,7 @@ WRITES = "--save-state"
 @overrides("evaluation.* settings over the run's, e.g. evaluation.caching")
 @click.option("--system", metavar="TEXT", help="the system message (default: the chat template's own, if it has one)")
 @click.option("--max-new-tokens", type=whole(1), default=512, metavar="N", help="maximum number of tokens of an answer")
-@draws
+@sampling
 @checkpoint_step
 @click.option("--save-state", type=FILE, metavar="FILE", help="write the state after every answer")
 @click.option(
@@ -24,17 +25,18 @@ WRITES = "--save-state"
     help="continue from a state that --save-state wrote, here or in titans generate; it may be the same file",
 )  # fmt: skip
 def chat(
-    run: str, overrides: tuple[str, ...], system: str | None, max_new_tokens: int, temperature: float,
-    top_k: int | None, top_p: float, seed: int, step: int | None, save_state: Path | None, state: str | None,
+    run: str, overrides: tuple[str, ...], system: str | None, max_new_tokens: int, sampling: dict[str, Any],
+    step: int | None, save_state: Path | None, state: str | None,
 ):  # fmt: skip
     """Talk with a run's model, one message per line; its state holds the conversation."""
     if system is not None and state is not None:
         raise click.UsageError("--system begins a conversation, and --state continues one; leave one out.")
     from titans_pt import evaluation
+    from titans_pt.streaming import Sampling
 
     evaluation.chat(
-        run, _lines(), system, max_new_tokens, temperature, top_k, top_p, seed, step, state_file=state,
-        save_to=save_state, overrides=overrides,
+        run, _lines(), system, max_new_tokens, Sampling(**sampling), step, state_file=state, save_to=save_state,
+        overrides=overrides,
     )  # fmt: skip
 
 

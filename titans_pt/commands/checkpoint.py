@@ -2,19 +2,10 @@ from pathlib import Path
 
 import click
 
-from titans_pt.commands._arguments import FOLDER, MOST, Checked, checkpoint_step, run_folder, whole
+from titans_pt.commands._arguments import FOLDER, checkpoint_step, run_folder, several, whole
 
 SECTION = "train"
-
-
-def _steps(words: str) -> list[int]:
-    steps = [int(word) for word in words.split(",")]
-    if not 0 <= min(steps) <= max(steps) <= MOST:
-        raise ValueError
-    return steps
-
-
-STEPS = Checked(_steps, "steps of checkpoints, with commas between them, as in 800,900,1000")
+STEPS = several(whole(0), "steps of checkpoints, with commas between them, as in 800,900,1000")
 
 
 @click.group(no_args_is_help=False)

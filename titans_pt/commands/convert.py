@@ -2,24 +2,12 @@ from pathlib import Path
 
 import click
 
-from titans_pt.commands._arguments import FOLDER, checkpoint_step, overrides, run_folder, whole
+from titans_pt.commands._arguments import FOLDER, Checked, checkpoint_step, overrides, run_folder, several, whole
 
 SECTION = "tools"
 WRITES = "--out"
-
-
-class Layers(click.ParamType):
-    """Layer numbers with commas between them; the word all becomes None."""
-
-    name = "layers"
-
-    def convert(self, value, param, ctx):
-        if value is None or isinstance(value, list):
-            return value
-        try:
-            return None if value == "all" else [int(word) for word in value.split(",")]
-        except ValueError:
-            self.fail(f"given {value!r}; write all, or numbers of layers from 0 on as in 3,10,20", param, ctx)
+NUMBERS = several(whole(0), "numbers of layers from 0 on, as in 3,10,20")
+LAYERS = Checked(lambda words: None if words == "all" else NUMBERS.read(words), f"all, or {NUMBERS.allowed}")
 
 
 @click.command()
@@ -30,7 +18,7 @@ class Layers(click.ParamType):
               "mixture with a delta rule, a baseline; full: full attention in --layers")  # fmt: skip
 @click.option("--window", type=whole(1), required=True, metavar="W", help="tokens that attention sees")
 @click.option("--sinks", type=whole(0), default=4, metavar="S", help="first tokens that stay visible")
-@click.option("--layers", type=Layers(), default="all", metavar="N,N,...",
+@click.option("--layers", type=LAYERS, default="all", metavar="N,N,...",
               help="layers that --to changes, counted from 0; the others have only the window")  # fmt: skip
 @click.option("--out", type=FOLDER, required=True, metavar="RUN2", help="the run folder to write")
 @checkpoint_step

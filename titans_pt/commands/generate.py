@@ -1,9 +1,10 @@
 import re
 from pathlib import Path
+from typing import Any
 
 import click
 
-from titans_pt.commands._arguments import FILE, PATH, checkpoint_step, draws, overrides, run_folder, whole
+from titans_pt.commands._arguments import FILE, PATH, checkpoint_step, overrides, run_folder, sampling, whole
 
 SECTION = "evaluate"
 WRITES = "--save-state"
@@ -27,14 +28,13 @@ WRITES = "--save-state"
     "--max-new-tokens", type=whole(0), default=100, metavar="N",
     help="maximum number of new tokens; 0, with --save-state, only reads",
 )  # fmt: skip
-@draws
+@sampling
 @checkpoint_step
 @click.option("--save-state", type=FILE, metavar="FILE", help="write the state after prompt and new text")
 @click.option("--state", type=PATH, metavar="FILE", help="continue from a state that --save-state wrote")
 def generate(
     run: str, overrides: tuple[str, ...], prompt: str | None, prompt_file: str | None, prompts: str | None, batch: int,
-    max_new_tokens: int, temperature: float, top_k: int | None, top_p: float, seed: int, step: int | None,
-    save_state: Path | None, state: str | None,
+    max_new_tokens: int, sampling: dict[str, Any], step: int | None, save_state: Path | None, state: str | None,
 ):  # fmt: skip
     """Continue a prompt, or many prompts, carrying the memory's state."""
     names = {"--prompt": prompt, "--prompt-file": prompt_file, "--prompts": prompts}
@@ -53,12 +53,13 @@ def generate(
         prompt = re.sub("\r?\n\\Z", "", read_text(prompt_file, "--prompt-file"))
     from titans_pt import evaluation
     from titans_pt.evaluation.generation import read_prompts
+    from titans_pt.streaming import Sampling
 
     if prompts is not None:
-        every = read_prompts(prompts, "--prompts")
-        evaluation.generate_batch(run, every, max_new_tokens, temperature, top_k, top_p, seed, step, batch, overrides)
+        every = read_prompts(prompts)
+        evaluation.generate_batch(run, every, max_new_tokens, Sampling(**sampling), step, batch, overrides)
         return
     evaluation.generate(
-        run, prompt, max_new_tokens, temperature, top_k, top_p, seed, step, state_file=state, save_to=save_state,
+        run, prompt, max_new_tokens, Sampling(**sampling), step, state_file=state, save_to=save_state,
         overrides=overrides,
     )  # fmt: skip

@@ -1,6 +1,6 @@
 import click
 
-from titans_pt.commands._arguments import COUNTS, NAMES, config_name, overrides, real, whole
+from titans_pt.commands._arguments import COUNTS, NAMES, config_name, overrides, real, study_ranks, whole, with_options
 
 SECTION = "study"
 WRITES = "run.dir"
@@ -38,7 +38,7 @@ WRITES = "run.dir"
     "--noise", type=click.Choice(["seen", "unseen"]), default="seen",
     help="noise tokens of the evaluation; unseen: the held-out ones alone",
 )  # fmt: skip
-@click.option("--ranks", type=whole(1), metavar="N", help="processes of a training (default: one for each GPU)")
+@study_ranks
 def needles(
     config: str, overrides: tuple[str, ...], models: list[str] | None, count: int | None, lengths: str | None,
     held_out: int | None, write_cost: float | None, asked: list[int], asked_needles: list[int] | None, answers: int,
@@ -51,5 +51,5 @@ def needles(
         "needles.needles": count, "needles.lengths": lengths and f"'{lengths}'", "needles.held_out": held_out,
         "model.memory.write_cost": write_cost,
     }  # fmt: skip
-    words = (*overrides, *(f"{key}={value}" for key, value in given.items() if value is not None))
+    words = with_options(overrides, given)
     return shorthand.needles(config, words, models, asked, asked_needles or (), answers, noise, ranks)

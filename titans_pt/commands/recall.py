@@ -1,6 +1,6 @@
 import click
 
-from titans_pt.commands._arguments import NAMES, config_name, overrides, whole
+from titans_pt.commands._arguments import NAMES, config_name, overrides, study_ranks, whole, with_options
 
 SECTION = "study"
 WRITES = "run.dir"
@@ -21,7 +21,7 @@ WRITES = "run.dir"
 )  # fmt: skip
 @click.option("--pairs", type=whole(1), metavar="N", help="key-value pairs in a sample (recall.pairs)")
 @click.option("--distance", type=whole(0), metavar="N", help="minimum tokens from pairs to queries (recall.distance)")
-@click.option("--ranks", type=whole(1), metavar="N", help="processes of a training (default: one for each GPU)")
+@study_ranks
 def recall(
     config: str, overrides: tuple[str, ...], models: list[str] | None, changes: list[str] | None, pairs: int | None,
     distance: int | None, ranks: int | None,
@@ -30,5 +30,5 @@ def recall(
     from titans_pt.reproduce import shorthand
 
     given = {"recall.pairs": pairs, "recall.distance": distance}
-    words = (*overrides, *(f"{key}={value}" for key, value in given.items() if value is not None))
+    words = with_options(overrides, given)
     return shorthand.recall(config, words, models, changes, ranks)

@@ -3,15 +3,14 @@ from pathlib import Path
 
 import click
 
-from titans_pt.commands._arguments import FOLDER, GIB, NAMES, Checked, overrides, real, whole
+from titans_pt.commands._arguments import FOLDER, GIB, NAMES, overrides, real, several, study_ranks, whole
 
 SECTION = "study"
 WRITES = "--out"
-_rate = real(lambda rate: 0 < rate <= 1, "a number above 0, at most 1")
-
-
-def _list_of(number: Checked, allowed: str) -> Checked:
-    return Checked(lambda words: [number.read(word) for word in words.split(",")], f"{allowed}, with commas between")
+SEEDS = several(whole(0), "whole numbers, with commas between")
+RATES = several(
+    real(lambda rate: 0 < rate <= 1, "a number above 0, at most 1"), "numbers above 0, at most 1, with commas between"
+)
 
 
 @click.command()
@@ -30,17 +29,17 @@ def _list_of(number: Checked, allowed: str) -> Checked:
     help="only these models (default: all in the table); name your own by its config: lmm,my_rule.yaml",
 )  # fmt: skip
 @click.option(
-    "--seeds", type=_list_of(whole(0), "whole numbers"), metavar="N,...",
+    "--seeds", type=SEEDS, metavar="N,...",
     help="seeds of weights and data order (default: 0; tiny: up to 0,1,2)",
 )  # fmt: skip
 @click.option("--out", type=FOLDER, metavar="DIR", help="folder of runs and results (default: runs/reproduce/SIZE)")
 @click.option("--tokens", type=whole(1), metavar="N", help="training tokens (default: as configured)")
 @click.option(
-    "--rates", type=_list_of(_rate, "numbers above 0, at most 1"), metavar="LR,...",
+    "--rates", type=RATES, metavar="LR,...",
     help="the only learning rates to choose from for each model (default: tiny 2e-3,4e-3,8e-3, and more while the best "
     "is the lowest or highest; else the configured one)",
 )  # fmt: skip
-@click.option("--ranks", type=whole(1), metavar="N", help="processes of a training (default: one for each GPU)")
+@study_ranks
 @click.option(
     "--submit", type=whole(1), metavar="N", help="queue N workers under SLURM, one node each, instead of running here"
 )

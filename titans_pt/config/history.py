@@ -4,6 +4,7 @@ import copy
 from typing import Any, TypeVar
 
 from titans_pt.config.fields import Section
+from titans_pt.config.model import section_at
 from titans_pt.config.tree import Config
 
 S = TypeVar("S", bound=Section)
@@ -30,10 +31,8 @@ def as_stored(tree: dict) -> dict:
     tree = copy.deepcopy(tree)
     for path, value in FORMER_DEFAULTS.items():
         *sections, key = path.split(".")
-        section: Any = tree
-        for name in sections:
-            section = section.get(name) if isinstance(section, dict) else None
-        if isinstance(section, dict) and key not in section:
+        section = section_at(tree, sections)
+        if section is not None and key not in section:
             section[key] = value(section) if callable(value) else value
     return tree
 

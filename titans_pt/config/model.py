@@ -1,6 +1,7 @@
 """Sections of model: blocks, mixers, memories."""
 
 import copy
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, model_validator
@@ -11,25 +12,27 @@ FORMER_NAMES = {"model.segment": "model.mac.segment", "model.memory_tokens": "mo
 """Earlier name -> today's name; both are accepted."""
 
 
+def section_at(tree: Any, names: Sequence[str]) -> dict | None:
+    """The section at a path of a tree of settings; None if it is not there."""
+    for name in names:
+        tree = tree.get(name) if isinstance(tree, dict) else None
+    return tree if isinstance(tree, dict) else None
+
+
 def with_todays_names(tree: dict) -> dict:
     """Replace FORMER_NAMES in a tree of settings; a value under today's name takes precedence."""
+    tree = copy.deepcopy(tree)
     for former, today in FORMER_NAMES.items():
         *sections, key = former.split(".")
-        node: Any = tree
-        for section in sections:
-            node = node.get(section) if isinstance(node, dict) else None
-        if not isinstance(node, dict) or key not in node:
+        section = section_at(tree, sections)
+        if section is None or key not in section:
             continue
-        tree = copy.deepcopy(tree)
-        node = tree
-        for section in sections:
-            node = node[section]
-        value = node.pop(key)
+        value = section.pop(key)
         *sections, key = today.split(".")
-        node = tree
-        for section in sections:
-            node = node.setdefault(section, {})
-        node.setdefault(key, value)
+        section = tree
+        for name in sections:
+            section = section.setdefault(name, {})
+        section.setdefault(key, value)
     return tree
 
 

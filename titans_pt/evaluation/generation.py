@@ -3,10 +3,10 @@
 import json
 import sys
 import time
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
 
@@ -16,10 +16,8 @@ from titans_pt.data_pipeline.tokenizers.chat import Message, ids_to_answer
 from titans_pt.errors import UserError
 from titans_pt.evaluation.caching import read_prompt, with_caches
 from titans_pt.runs.loaded import LoadedRun, load_reading, load_run, save_reading
-from titans_pt.streaming import best_device, check_draws, chooser, continuations, padded, sample
+from titans_pt.streaming import GREEDY, Returning, Sampling, best_device, continuation, continuations, padded
 from titans_pt.tools.files import lines_of, read_text
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -43,19 +41,20 @@ class Prompt:
         return ids_to_answer(tokenizer, self.given)
 
 
-def read_prompts(path: str, option: str) -> list[Prompt]:
-    """Reads prompts from a file: one a line, or of .jsonl rows as task=sft trains on (prompt and completion, messages).
+def read_prompts(path: str) -> list[Prompt]:
+    """Reads the file of ``--prompts``: one prompt a line, or .jsonl rows as task=sft trains on (prompt and completion,
+    messages).
 
     Raises:
         UserError: the file is not UTF-8 or holds no text, or a row has no prompt.
     """
-    lines = lines_of(read_text(path, option))
+    lines = lines_of(read_text(path, "--prompts"))
     if not path.lower().endswith(".jsonl"):
         found = [Prompt(line) for line in lines] if any(lines) else []
     else:
-        found = [_row(line, f"{option}: {path} line {n}") for n, line in enumerate(lines, 1) if line.strip()]
+        found = [_row(line, f"--prompts: {path} line {n}") for n, line in enumerate(lines, 1) if line.strip()]
     if not found:
-        raise UserError(f"{option}: {path} holds no text; give a prompt on each line")
+        raise UserError(f"--prompts: {path} holds no text; give a prompt on each line")
     return found
 
 
@@ -86,10 +85,7 @@ def generate(
     run_dir: str | Path,
     prompt: str | None = None,
     max_new_tokens: int = 128,
-    temperature: float = 0.0,
-    top_k: int | None = None,
-    top_p: float = 1.0,
-    seed: int = 0,
+    sampling: Sampling = GREEDY,
     step: int | None = None,
     state_file: str | Path | None = None,
     save_to: str | Path | None = None,
@@ -101,9 +97,7 @@ def generate(
         prompt: may be left out with ``state_file``, to continue where it ended.
         max_new_tokens: the most tokens to generate; an end-of-text token ends it earlier. With ``save_to`` it may be 0:
             the prompt is read and kept.
-        temperature: 0 takes the most likely token, 1 draws from the model's distribution.
-        top_k: draws only from this many most likely tokens; None: from all.
-        top_p: draws only from the smallest set of tokens that holds this much probability.
+        sampling: how tokens are drawn.
         step: the checkpoint; None is the newest.
         state_file: the ``save_to`` of an earlier call; all that call read and wrote comes before the prompt.
         save_to: a file for the state after prompt and new text. It may be ``state_file``.
@@ -116,7 +110,7 @@ def generate(
         UserError: an argument out of range, a state of another model or checkpoint, or an error that ``load_run`` finds
             in the run.
     """
-    check_draws(max_new_tokens or int(save_to is not None), temperature, top_k, top_p, seed)
+    sampling.check(max_new_tokens or int(save_to is not None))
     run = opened(run_dir, step, overrides)
     _check(bool(prompt) or state_file is not None, "prompt", prompt, "some text, or none with a saved state")
     # A saved state is in the middle of a document.
@@ -133,8 +127,8 @@ def generate(
     assert logits is not None  # of the state, or of ids: a document begins with at least one id
     read = time.perf_counter()
     tokens = Returning(
-        sample(
-            run.model, logits, state, max_new_tokens, {run.tokenizer.eos_id}, temperature, top_k, top_p, seed,
+        continuation(
+            run.model, logits, state, max_new_tokens, {run.tokenizer.eos_id}, sampling.chooser(),
             read_last=save_to is not None,
         )
     )  # fmt: skip
@@ -154,10 +148,7 @@ def generate_batch(
     run_dir: str | Path,
     prompts: Sequence[str | Prompt],
     max_new_tokens: int = 128,
-    temperature: float = 0.0,
-    top_k: int | None = None,
-    top_p: float = 1.0,
-    seed: int = 0,
+    sampling: Sampling = GREEDY,
     step: int | None = None,
     batch: int = 8,
     overrides: Sequence[str] = (),
@@ -167,7 +158,7 @@ def generate_batch(
     For each prompt, in order, stdout gets a line of JSON with the prompt, its number of tokens, the new text and its
     number of tokens, and the expected text if it has one; stderr gets tokens/s, and how many texts are as expected but
     for white space around them. Each prompt is continued as if it were alone. Prompt i, counted from 0, has
-    draws of its own, with the seed ``seed`` + i. An empty prompt is the beginning of a document.
+    draws of its own, with the seed ``sampling.seed`` + i. An empty prompt is the beginning of a document.
 
     Returns:
         the new texts.
@@ -175,7 +166,7 @@ def generate_batch(
     Raises:
         UserError: as :func:`generate`.
     """
-    check_draws(max_new_tokens, temperature, top_k, top_p, seed)
+    sampling.check(max_new_tokens)
     _check(batch >= 1, "batch", batch, "at least 1")
     run = opened(run_dir, step, overrides)
     every = [prompt if isinstance(prompt, Prompt) else Prompt(prompt) for prompt in prompts]
@@ -186,7 +177,7 @@ def generate_batch(
         rows = range(first, min(first + batch, len(asked)))
         ids, reset = padded([asked[row] for row in rows])
         logits, state = read_prompt(run.model, ids, run.config.evaluation.prefill_tokens, None, reset, run.read_last)
-        choose = [chooser(temperature, top_k, top_p, seed + row) for row in rows]
+        choose = [sampling.chooser(row) for row in rows]
         found = continuations(run.model, logits, state, max_new_tokens, {run.tokenizer.eos_id}, choose)
         for row, new in zip(rows, found, strict=True):
             decoder = StreamDecoder(run.tokenizer, continues=True)
@@ -249,19 +240,6 @@ def print_text(decoder: StreamDecoder, tokens: Iterable[int], whole: bool) -> tu
     pieces.append(decoder.finish() if whole else "")
     print(pieces[-1], flush=True)
     return "".join(pieces), len(pieces) - 1
-
-
-class Returning(Generic[T]):
-    """Iterate over a generator of ids and keep its return value."""
-
-    value: T
-    """Set at the end of the generator."""
-
-    def __init__(self, generator: Generator[int, None, T]):
-        self.generator = generator
-
-    def __iter__(self) -> Iterator[int]:
-        self.value = yield from self.generator
 
 
 def _check(ok: bool, name: str, given: Any, allowed: str) -> None:

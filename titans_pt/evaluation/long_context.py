@@ -177,7 +177,7 @@ class LongContext(ABC):
         device = device_of(run.model)
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
-        kept = run.results.evaluation / f"reading-{self.keys[index][:16]}.safetensors"
+        kept = run.results.reading(self.keys[index])
         reading = read(run.model, sample.ids[None], self.prefill_tokens, self.save_every, kept, last=run.read_last)
         logits, state, stretches = reading.logits, reading.state, reading.stretches
         nll = chance = None

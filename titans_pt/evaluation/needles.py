@@ -47,7 +47,7 @@ class NeedleAnswers:
         run, device = self.loaded, device_of(self.loaded.model)
         ids, places = stacked(asked, EVALUATION_SEED, first, rows)
         end, began = asked.length - asked.tail, time.perf_counter()
-        kept = run.results.evaluation / f"reading-{self.keys[index][:16]}.safetensors"
+        kept = run.results.reading(self.keys[index])
 
         def show(stretch: dict):
             if stretch["tokens"] < end:

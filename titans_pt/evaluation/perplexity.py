@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titans_pt.config import Config
-from titans_pt.data_pipeline import TokenFiles, document_begins
+from titans_pt.data_pipeline import IndexedDataset, TokenFiles, document_begins
 from titans_pt.errors import UserError
 from titans_pt.evaluation.plots import plot_positions
 from titans_pt.layers.memory_gates import Gates
@@ -22,7 +22,7 @@ from titans_pt.models.mixers.common import any_memory
 from titans_pt.runs.loaded import LoadedRun
 from titans_pt.streaming import device_of
 from titans_pt.tools.records import digest
-from titans_pt.tools.statistics import ratio_error
+from titans_pt.tools.statistics import doubling, perplexity, ratio_error
 
 log = logging.getLogger(__name__)
 
@@ -75,19 +75,21 @@ def _pieces(start: int, stop: int, size: int) -> list[tuple[int, int]]:
     return [(begin, min(begin + size, stop)) for begin in range(start, stop, size)]
 
 
+def resets(tokens: IndexedDataset, start: int, count: int, config: Config) -> Tensor | None:
+    """(count,) bool for the tokens from ``start`` on: True where a document begins, at which the model must forget;
+    None without data.reset_at_documents."""
+    if not config.data.reset_at_documents:
+        return None
+    return torch.from_numpy(document_begins(tokens.document_starts, start, count))
+
+
 def position_sums(losses: np.ndarray) -> list[list[float]]:
     """[n, sum, sum of squares] of the losses in each bucket of positions: 1, 2, 3 to 4, 5 to 8, 9 to 16 ...
 
     The position of a token is the number of tokens before it in its stream: losses[i] is at i + 1.
     """
-    sums: list[list[float]] = []
-    start = 0
-    while start < len(losses):
-        stop = 2 ** len(sums)
-        part = losses[start:stop]
-        sums.append([len(part), math.fsum(part), math.fsum(part**2)])
-        start = stop
-    return sums
+    parts = (losses[bucket] for bucket in doubling(len(losses)))
+    return [[len(part), math.fsum(part), math.fsum(part**2)] for part in parts]
 
 
 class Perplexity:
@@ -175,9 +177,7 @@ class Perplexity:
         """Scores stream ``index``: n, nats, the text's bytes and the sums by position."""
         (start, freeze), run = self.jobs[index], self.loaded
         ids = self._read(start)
-        reset = None
-        if self.config.data.reset_at_documents:
-            reset = torch.from_numpy(document_begins(self.validation.document_starts, start, len(ids)))
+        reset = resets(self.validation, start, len(ids), self.config)
         began = time.perf_counter()
         chunk_tokens = self.config.evaluation.prefill_tokens
         losses = token_losses(run.model, torch.from_numpy(ids), chunk_tokens, reset, freeze).numpy()
@@ -225,11 +225,11 @@ class Perplexity:
         by_length, tokens, total = [], 0, 0.0
         for row in positions:
             tokens, total = tokens + row["n"], total + row["n"] * row["mean"]
-            by_length.append({"length": row["last"], "loss": total / tokens, "perplexity": _exp(total / tokens)})
+            by_length.append({"length": row["last"], "loss": total / tokens, "perplexity": perplexity(total / tokens)})
         return {
             "loss": loss,
             "stderr": ratio_error([record["n"] for record in records], by_stream),
-            "perplexity": _exp(loss),
+            "perplexity": perplexity(loss),
             "bits_per_byte": nats / math.log(2) / size if size else None,
             "unigram_loss": self.unigram_loss,
             "tokens": n,
@@ -267,7 +267,3 @@ class Perplexity:
 
 def _frozen(after: int) -> str:
     return f"frozen after {after:,} tokens" if after else "off"
-
-
-def _exp(loss: float) -> float:
-    return math.exp(loss) if loss < 700 else math.inf

@@ -4,7 +4,7 @@ from itertools import cycle
 from math import nan
 from pathlib import Path
 
-from titans_pt.tools.plots import from_zero, legend, length_axis, new_figure, own_style, save_figure
+from titans_pt.tools.plots import from_zero, legend, length_axis, new_figure, own_style, powers_of_two, save_figure
 
 
 @own_style()
@@ -66,8 +66,7 @@ def plot_positions(summary: dict, path: Path, title: str) -> Path:
         means = [row["mean"] for row in rows]
         axes.errorbar(middles, means, yerr=bars, marker="o", capsize=3, color=ink, label=label)
     axes.axhline(summary["unigram_loss"], linestyle="--", color="#d55e00", label="unigram baseline")
-    axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_formatter("{x:,.0f}")
+    powers_of_two(axes)
     axes.set_xlabel("tokens before the scored one (buckets of powers of two)")
     axes.set_ylabel("loss (nats per token)")
     axes.set_title(title)

@@ -10,7 +10,7 @@ from titans_pt.runs.loaded import LoadedRun
 from titans_pt.streaming import device_of
 from titans_pt.tasks.answers import EVALUATION_SEED, answered, stacked
 from titans_pt.tasks.recall import MQAR
-from titans_pt.tools.plots import new_figure, own_style, save_figure
+from titans_pt.tools.plots import new_figure, own_style, powers_of_two, save_figure
 from titans_pt.tools.records import digest
 from titans_pt.tools.statistics import proportion, without_keys
 
@@ -27,9 +27,8 @@ class RecallAnswers:
         self.loaded, self.settings = run, config.evaluation.recall
         task: Any = run.task  # Recall, or another task with its mqar
         self.trained: MQAR = task.mqar
-        self.jobs = [(by, value, questions, first) for by, value, questions, count in self._kinds()
-                     for first in range(0, count, ROWS)]  # fmt: skip
-        self.counts = {(by, value): count for by, value, _, count in self._kinds()}
+        self.jobs = [(by, value, questions, first, min(ROWS, count - first))
+                     for by, value, questions, count in self._kinds() for first in range(0, count, ROWS)]  # fmt: skip
         self.keys = [self._key(*job) for job in self.jobs]
 
     def _kinds(self) -> Iterator[tuple[str, int | None, MQAR, int]]:
@@ -49,22 +48,17 @@ class RecallAnswers:
         room = (trained.length - trained.shortest) * other.pairs // trained.pairs
         return replace(other, length=other.shortest + room)
 
-    def _rows(self, by: str, value: int | None, first: int) -> int:
-        return min(ROWS, self.counts[by, value] - first)
-
-    def _key(self, by: str, value: int | None, questions: MQAR, first: int) -> str:
+    def _key(self, by: str, value: int | None, questions: MQAR, first: int, rows: int) -> str:
         kind = [by, value] if by else []  # with the trained number of pairs, questions equal the trained ones
-        rows = self._rows(by, value, first)
         return digest(self.name, asdict(questions), first, rows, EVALUATION_SEED, *kind, self.loaded.identity)
 
     def measure(self, index: int) -> dict:
         """Count the right answers of a batch of samples that training does not draw."""
-        by, value, questions, first = self.jobs[index]
+        by, value, questions, first, rows = self.jobs[index]
         device = device_of(self.loaded.model)
-        ids, places = (part.to(device) for part in stacked(questions, EVALUATION_SEED, first,
-                                                           self._rows(by, value, first)))  # fmt: skip
+        ids, places = (part.to(device) for part in stacked(questions, EVALUATION_SEED, first, rows))
         right = answered(self.loaded.model, ids, places)
-        return {"by": by, "value": value, "first": first, "rows": len(ids), "right": int(right.sum()),
+        return {"by": by, "value": value, "first": first, "rows": rows, "right": int(right.sum()),
                 "answers": right.numel()}  # fmt: skip
 
     def summary(self, records: list[dict]) -> dict:
@@ -104,8 +98,7 @@ class RecallAnswers:
             below = [100 * (row["mean"] - row["low"]) for row in rows]
             above = [100 * (row["high"] - row["mean"]) for row in rows]
             axes.errorbar([row[by] for row in rows], means, yerr=[below, above], marker="o", capsize=3)
-            axes.set_xscale("log", base=2)
-            axes.xaxis.set_major_formatter("{x:,.0f}")
+            powers_of_two(axes)
             axes.set_xlabel(f"{by} (trained with {summary['trained'][by]})")
             axes.set_ylim(-3, 103)
             axes.grid(alpha=0.3)

@@ -17,7 +17,7 @@ from titans_pt.tasks.answers import EVALUATION_SEED
 from titans_pt.tasks.state_tracking import NOTHING, States, StateTracking
 from titans_pt.tools.plots import plot_accuracy
 from titans_pt.tools.records import digest
-from titans_pt.tools.statistics import proportion
+from titans_pt.tools.statistics import doubling, proportion
 
 ROWS = 32
 """Samples read at once."""
@@ -62,19 +62,14 @@ class StateAnswers:
             whole = (right | ~asked)[:, :end].all(1)
             found.append({"length": length, "last": int(right[np.arange(rows), last].sum()), "whole": int(whole.sum()),
                           "right": int(right[:, :end].sum()), "answers": int(asked[:, :end].sum())})  # fmt: skip
-        positions: list[list[int]] = []
-        start = 0
-        while start < asked.shape[1]:
-            stop = 2 ** len(positions)
-            positions.append([int(right[:, start:stop].sum()), int(asked[:, start:stop].sum())])
-            start = stop
+        positions = [[int(right[:, bucket].sum()), int(asked[:, bucket].sum())] for bucket in doubling(asked.shape[1])]
         return {"first": first, "rows": rows, "lengths": found, "positions": positions}
 
     @torch.no_grad()
     def _right(self, ids: torch.Tensor, targets: np.ndarray, key: str) -> np.ndarray:
         """(rows, T) bool: the best guess after each token is its target."""
         model, device = self.loaded.model, device_of(self.loaded.model)
-        kept = self.loaded.results.evaluation / f"reading-{key[:16]}.safetensors"
+        kept = self.loaded.results.reading(key)
         right, state, done = np.zeros(targets.shape, dtype=bool), None, 0
         if kept.exists():
             try:

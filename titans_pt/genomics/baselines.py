@@ -25,11 +25,11 @@ def confusion(predicted: np.ndarray, labels: np.ndarray, classes: int) -> np.nda
     return np.bincount(labels * classes + predicted, minlength=classes**2).reshape(classes, classes)
 
 
-def score(predicted: np.ndarray, labels: np.ndarray, classes: int) -> dict:
-    """n, right, accuracy, and Matthews' correlation of any number of classes (Gorodkin 2004; 0 if undefined)."""
-    n = len(labels)
-    table = confusion(predicted, labels, classes).astype(float)
-    right, true, guessed = np.trace(table), table.sum(1), table.sum(0)
+def score(counts: np.ndarray) -> dict:
+    """n, right, accuracy, and Matthews' correlation of any number of classes (Gorodkin 2004; 0 if undefined), from the
+    counts of :func:`confusion`."""
+    table = counts.astype(float)
+    n, right, true, guessed = int(counts.sum()), np.trace(table), table.sum(1), table.sum(0)
     below = np.sqrt((n**2 - (guessed**2).sum()) * (n**2 - (true**2).sum()))
     mcc = float((right * n - (true * guessed).sum()) / below) if below else 0.0
     return {"n": n, "right": int(right), "accuracy": float(right / n) if n else None, "mcc": mcc}
@@ -77,7 +77,8 @@ def baselines(given: LabelledSet, middle: int) -> dict[str, dict[str, dict]]:
             if id(column.train) not in learnt:
                 learnt[id(column.train)] = learn(column.train, classes)
             predicted = learnt[id(column.train)](column.test.sequences)
-            found.setdefault(name, {})[column.name] = score(predicted, column.test.labels, classes)
+            counts = confusion(predicted, column.test.labels, classes)
+            found.setdefault(name, {})[column.name] = score(counts)
     return found
 
 
@@ -89,17 +90,19 @@ def majority(train: Split, classes: int) -> Predict:
 
 def by_length(train: Split, classes: int) -> Predict:
     """Predict the most frequent class of a sequence's length; of all sequences if training lacks the length."""
-    return _table({}, [len(s) for s in train.sequences], train, classes, len)
+    return _by_key(train, classes, len)
 
 
 def by_copy(train: Split, classes: int) -> Predict:
     """Predict the most frequent class of equal training sequences; of all sequences if none is equal."""
-    return _table({}, train.sequences, train, classes, lambda sequence: sequence)
+    return _by_key(train, classes, lambda sequence: sequence)
 
 
-def _table(counts: dict, keys: Sequence, train: Split, classes: int, key: Callable) -> Predict:
-    for entry, label in zip(keys, train.labels, strict=True):
-        counts.setdefault(entry, np.zeros(classes, np.int64))[label] += 1
+def _by_key(train: Split, classes: int, key: Callable) -> Predict:
+    """Predict the most frequent class of training sequences with the same key; of all sequences if there is none."""
+    counts: dict = {}
+    for sequence, label in zip(train.sequences, train.labels, strict=True):
+        counts.setdefault(key(sequence), np.zeros(classes, np.int64))[label] += 1
     other = int(np.bincount(train.labels, minlength=classes).argmax())
     best = {entry: int(found.argmax()) for entry, found in counts.items()}
     return lambda sequences: np.array([best.get(key(sequence), other) for sequence in sequences], np.int64)

@@ -186,7 +186,7 @@ def _check_exported(folder: Path) -> Path:
     for name in ("config.json", "model*.safetensors", saved_tokenizer(folder).name):
         if not any(folder.glob(name)):
             raise UserError(f"{folder}: holds no {name}; {wrong}")
-    check_sums(folder, (".safetensors", ".json", ".model"))
+    check_sums(folder)
     try:
         tree = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         kind = tree.get("model_type")

@@ -13,11 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from titans_pt.config import ModelConfig
-from titans_pt.kernels.memory import MemoryState, neural_memory
+from titans_pt.kernels.memory import MemoryState
 from titans_pt.layers.documents import Documents
 from titans_pt.layers.flops import Flops, product
-from titans_pt.layers.gradients import with_gradients
-from titans_pt.layers.memory import MemoryNetwork, network_shape
+from titans_pt.layers.memory import MemoryNetwork, network_shape, run_memory
 from titans_pt.layers.memory_costs import stale_flops
 from titans_pt.layers.memory_gates import MemoryGates, of_chunk
 from titans_pt.layers.modules import Modules
@@ -62,24 +61,9 @@ class LevelMemory(nn.Module):
         k, v = (linear(x).unflatten(-1, (self.n_heads, -1)) for linear in (self.key, self.value))
         k = torch.nn.functional.normalize(k, dim=-1, eps=1e-6)
         weights, norm = self.network()
-        theta, eta, alpha, *own = self.gates(x, v)
-        y, after = neural_memory(
-            k, k, v, theta, eta, alpha, weights,
-            network=self.shape,
-            norm=norm,
-            rule=self.gates.rule,
-            own=tuple(own),
-            chunk_size=self.config.chunk_size,
-            forget_to=self.config.forget_to,
-            initial_state=state,
-            output_final_state=True,
-            reset=documents.starts if documents else None,
-            max_resets=documents.most if documents else None,
-            save_every=self.config.save_every,
-            stale=True,
-        )  # fmt: skip
-        assert after is not None
-        y = with_gradients(y, v, theta, eta, alpha, *own)  # a call inside one period reads nothing that it writes
+        tokens = (k, k, v, *self.gates(x, v))
+        reset, most = (documents.starts, documents.most) if documents else (None, None)
+        y, after = run_memory(self, tokens, weights, norm, self.config.chunk_size, state, reset, most, stale=True)
         return self.out(self.output_norm(y.to(self.output_norm.weight.dtype)).flatten(-2)), after
 
     def flops(self) -> Flops:

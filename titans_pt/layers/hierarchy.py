@@ -8,17 +8,17 @@ from torch import Tensor, nn
 
 from titans_pt.config import MemoryConfig
 from titans_pt.kernels.linear_memory import linear_memory
-from titans_pt.kernels.memory import MemoryState, neural_memory, unserved
+from titans_pt.kernels.memory import MemoryState, unserved
 from titans_pt.kernels.memory.state import Weights
 from titans_pt.layers.documents import Documents
 from titans_pt.layers.flops import Flops, product
-from titans_pt.layers.gradients import with_gradients
 from titans_pt.layers.memory import (
     MemoryNetwork,
     check_start,
     network_shape,
     prefix_chunk,
     projections,
+    run_memory,
 )
 from titans_pt.layers.memory_costs import inner_flops, kept_bytes, stale_flops
 from titans_pt.layers.memory_gates import MemoryGates, of_chunk
@@ -178,26 +178,10 @@ class HierarchicalMemory(nn.Module):
         weights, norm = memory.network()
         if start:
             check_start(start[n], weights)
-        theta, eta, alpha, *own = memory.gates(x, v)
-        y, after = neural_memory(
-            q, k, v, theta, eta, alpha, start[n] if start else weights,
-            network=memory.shape,
-            norm=norm,
-            rule=memory.gates.rule,
-            own=tuple(own),
-            chunk_size=chunk,
-            forget_to=self.config.forget_to,
-            initial_state=before,
-            output_final_state=True,
-            reset=reset,
-            max_resets=most,
-            save_every=self.config.save_every,
-            stale=n == 0,
-        )  # fmt: skip
-        assert after is not None
-        if n == 0 or memory.gates.rule.nonlinear:  # a call inside one chunk reads nothing that it writes
-            y = with_gradients(y, k, v, theta, eta, alpha, *own)
-        return y, after
+        tokens = (q, k, v, *memory.gates(x, v))
+        return run_memory(
+            memory, tokens, start[n] if start else weights, norm, chunk, before, reset, most, stale=n == 0
+        )
 
     def set_progress(self, done: float):
         """Set the local memories' chunk sizes for the share ``done`` of the training that is complete."""

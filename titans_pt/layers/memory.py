@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -161,6 +162,33 @@ def check_start(start: tuple[Tensor, ...], learned: tuple[Tensor, ...]):
                          "(n_heads, depth, expansion)")  # fmt: skip
 
 
+def run_memory(
+    part: Any, tokens: tuple[Tensor, ...], start: tuple[Tensor, ...], norm: tuple[Tensor, Tensor] | None,
+    chunk_size: int, before: MemoryState | None, reset: Tensor | None, most: int | None, stale: bool = False,
+    **more: Any,
+) -> tuple[Tensor, MemoryState]:  # fmt: skip
+    """Run one memory over ``tokens``: queries, keys, values and gates. Return outputs (B, T, H, D), and the state after
+    the last token.
+
+    Args:
+        part: module that has the memory's ``shape``, ``gates`` and ``config``.
+        start, norm: M_0 and the LayerNorm, as :class:`MemoryNetwork` returns them.
+        reset: (B, T) bool, True where a document starts; None: nowhere.
+        most: upper bound on the starts in a row.
+        stale, more: as for :func:`neural_memory`.
+    """
+    q, k, v, theta, eta, alpha, *own = tokens
+    y, after = neural_memory(
+        q, k, v, theta, eta, alpha, start, network=part.shape, norm=norm, rule=part.gates.rule, own=tuple(own),
+        chunk_size=chunk_size, forget_to=part.config.forget_to, initial_state=before, output_final_state=True,
+        reset=reset, max_resets=most, save_every=part.config.save_every, stale=stale, **more,
+    )  # fmt: skip
+    assert after is not None
+    if stale or part.gates.rule.nonlinear:  # a call inside one chunk reads nothing that it writes
+        y = with_gradients(y, *tokens[1:])
+    return y, after
+
+
 class NeuralMemory(nn.Module):
     """(B, T, d_model) -> M_t(q_t) of every token, (B, T, H D): heads side by side, an RMSNorm on each.
 
@@ -244,27 +272,10 @@ class NeuralMemory(nn.Module):
         tokens: tuple[Tensor, ...], before: MemoryState | None, documents: Documents | None, soup: Soup | None = None,
     ) -> tuple[Tensor, MemoryState]:  # fmt: skip
         """Run the memory over ``tokens`` (q, k, v and gates): outputs (B, T, H, D), and the state after them."""
-        q, k, v, theta, eta, alpha, *own = tokens
-        y, after = neural_memory(
-            q, k, v, theta, eta, alpha, start,
-            network=self.shape,
-            norm=norm,
-            rule=self.gates.rule,
-            own=tuple(own),
-            chunk_size=chunk_size,
-            forget_to=self.config.forget_to,
-            initial_state=before,
-            output_final_state=True,
-            reset=documents.starts if documents else None,
-            max_resets=documents.most if documents else None,
-            backend=self.backend,
-            save_every=self.config.save_every,
-            soup=soup,
+        reset, most = (documents.starts, documents.most) if documents else (None, None)
+        return run_memory(
+            self, tokens, start, norm, chunk_size, before, reset, most, backend=self.backend, soup=soup
         )  # fmt: skip
-        assert after is not None
-        if self.gates.rule.nonlinear:  # a call inside one chunk reads nothing that it writes
-            y = with_gradients(y, *tokens)
-        return y, after
 
     def _cached(
         self, caching: Caching, run: Callable, start: tuple[Tensor, ...], norm: tuple[Tensor, Tensor] | None, x: Tensor,

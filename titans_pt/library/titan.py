@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from titans_pt.errors import UserError
 from titans_pt.layers.state import fork
 from titans_pt.models.language_model import LanguageModelState
-from titans_pt.streaming import best_device, check_draws, prefill, sample
+from titans_pt.streaming import Returning, Sampling, best_device, continuation, prefill
 from titans_pt.tools.extras import needed
 
 # Runs are imported inside functions: they need packages for YAML and tokenizers, which the layers do not need.
@@ -147,10 +147,11 @@ class Titan(nn.Module):
         Raises:
             UserError: an argument out of range, nothing to continue, or a state of other weights.
         """
-        check_draws(max_new_tokens, temperature, top_k, top_p, seed)
+        sampling = Sampling(temperature, top_k, top_p, seed)
+        sampling.check(max_new_tokens)
         if not text and state is None:
             raise UserError(f"text: given {text!r}; allowed: some text, or none with a state")
-        return self._continued(self.read(text, state), max_new_tokens, temperature, seed, top_k, top_p)
+        return self._continued(self.read(text, state), max_new_tokens, sampling)
 
     def chat(
         self,
@@ -178,7 +179,8 @@ class Titan(nn.Module):
         Raises:
             UserError: as :meth:`generate`; the tokenizer has no chat template; titans-pt[eval] is not installed.
         """
-        check_draws(max_new_tokens, temperature, top_k, top_p, seed)
+        sampling = Sampling(temperature, top_k, top_p, seed)
+        sampling.check(max_new_tokens)
         if system is not None and state is not None:
             raise UserError("system: given together with a state; it begins a conversation: leave one out")
         if state is not None:
@@ -186,7 +188,7 @@ class Titan(nn.Module):
         from titans_pt.data_pipeline.tokenizers.chat import message_ids
 
         ids = message_ids(self.run.tokenizer, message, system, first=state is None)
-        return self._continued(self._read(ids, state), max_new_tokens, temperature, seed, top_k, top_p)
+        return self._continued(self._read(ids, state), max_new_tokens, sampling)
 
     def _read(self, ids: list[int], state: Reading | None) -> Reading:
         """Reads ``ids`` behind ``state``; returns the state after them, which ``self.state`` also is."""
@@ -200,25 +202,19 @@ class Titan(nn.Module):
         self.state = state
         return state
 
-    def _continued(
-        self, before: Reading, max_new_tokens: int, temperature: float, seed: int, top_k: int | None, top_p: float
-    ) -> str:
+    def _continued(self, before: Reading, max_new_tokens: int, sampling: Sampling) -> str:
         """Text that the model generates from ``before``; ``self.state`` is the state after it."""
-        new = sample(
-            self.model, before.logits, before.state, max_new_tokens, {self.run.tokenizer.eos_id}, temperature, top_k,
-            top_p, seed, read_last=True,
-        )  # fmt: skip
         from titans_pt.data_pipeline import StreamDecoder
 
+        stop, choose = {self.run.tokenizer.eos_id}, sampling.chooser()
+        tokens = Returning(
+            continuation(self.model, before.logits, before.state, max_new_tokens, stop, choose, read_last=True)
+        )
         decoder = StreamDecoder(self.run.tokenizer, continues=True, unfinished=before.unfinished)
-        pieces = []
-        while True:
-            try:
-                pieces.append(decoder.push(next(new)))
-            except StopIteration as end:
-                logits, after = end.value
-                self.state = Reading(logits, after, self.run, decoder.unfinished)
-                return "".join(pieces)
+        text = "".join(map(decoder.push, tokens))
+        logits, after = tokens.value
+        self.state = Reading(logits, after, self.run, decoder.unfinished)
+        return text
 
     def load_state(self, path: str | Path) -> Reading:
         """Loads the file that :meth:`Reading.save`, or ``titans generate --save-state``, wrote with the same weights.

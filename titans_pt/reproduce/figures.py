@@ -10,6 +10,7 @@ from titans_pt.tools.statistics import (
     effects_of,
     half_width,
     half_width_of_sum,
+    perplexity,
     ratio_error,
     variance_within,
     wilson,
@@ -45,7 +46,7 @@ class Figure:
     @property
     def shown(self) -> float:
         """Value in a table's unit: an accuracy in percent, a perplexity as exp(nats)."""
-        return {"accuracy": 100 * self.value, "perplexity": _exp(self.value)}.get(self.kind, self.value)
+        return {"accuracy": 100 * self.value, "perplexity": perplexity(self.value)}.get(self.kind, self.value)
 
 
 @dataclass(frozen=True)
@@ -171,9 +172,5 @@ def _interval(mean: Figure, figures: Sequence[Figure]) -> tuple[float, float] | 
     if mean.kind == "perplexity" and len(widths) == len(figures):
         # Errors are averaged, not pooled: seeds are scored on the same text, and their errors are not independent.
         error = math.fsum(widths) / len(figures)
-        return _exp(mean.value - error), _exp(mean.value + error)
+        return perplexity(mean.value - error), perplexity(mean.value + error)
     return None
-
-
-def _exp(nats: float) -> float:
-    return math.exp(nats) if nats < 700 else math.inf

@@ -3,7 +3,7 @@
 import contextlib
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,9 +13,9 @@ from torch import nn
 
 from titans_pt.config import Config, ModelConfig
 from titans_pt.config.files import validated
-from titans_pt.data_pipeline import TokenFiles, document_begins
+from titans_pt.data_pipeline import TokenFiles
 from titans_pt.evaluation import runner
-from titans_pt.evaluation.perplexity import token_losses
+from titans_pt.evaluation.perplexity import resets, token_losses
 from titans_pt.layers.memory_observer import memories_of
 from titans_pt.models.mixers.common import any_memory
 from titans_pt.reproduce.figures import Figure
@@ -28,6 +28,8 @@ TRAINING = "training"
 NEEDLES = ("niah_single_1", "niah_single_2", "niah_single_3")
 CHUNKS = (16, 32, 64, 128, 512)
 """Chunk sizes at which every run of the study of chunks is evaluated."""
+STREAMS = 64
+"""Most streams of data.seq_len tokens that it reads at each of them."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ class Measure:
 
     def settings(self, model: ModelConfig) -> list[str]:
         """Settings for a run; a record that was measured with other settings is measured again."""
-        return self.all_words() if has_memory(model) else list(self.words)
+        return self.all_words() if any_memory(model.kinds) else list(self.words)
 
     def all_words(self) -> list[str]:
         """Settings for a run with a memory."""
@@ -123,25 +125,19 @@ def _all_asked(before: dict[str, Any], found: dict[str, Any]) -> list[dict]:
             for (needles, noise), cells in rows.items()]  # fmt: skip
 
 
-def has_memory(model: ModelConfig) -> bool:
-    return any_memory(model.kinds)
-
-
-def across_chunks(run: Path, streams: int = 64) -> list[dict]:
+def across_chunks(run: Path) -> list[dict]:
     """Validation loss of a run at the chunk sizes CHUNKS, with the same weights and the same bound of theta."""
     loaded = load_run(run, device=best_device())
     config, validation = loaded.config, TokenFiles.open(loaded.config).validation
     length = config.data.seq_len
-    streams = min(streams, (validation.tokens - 1) // length)
+    streams = min(STREAMS, (validation.tokens - 1) // length)
     found = []
     for size in CHUNKS:
         with chunks_of(loaded.model, size):
             losses = []
             for start in range(0, streams * length, length):
                 ids = torch.from_numpy(validation.read(start, start + length + 1).astype("int64"))
-                reset = None
-                if config.data.reset_at_documents:
-                    reset = torch.from_numpy(document_begins(validation.document_starts, start, len(ids)))
+                reset = resets(validation, start, len(ids), config)
                 part = token_losses(loaded.model, ids, config.evaluation.prefill_tokens, reset)
                 losses.append(float(part.mean()))
         mean, tokens = math.fsum(losses) / streams, streams * length
@@ -172,6 +168,16 @@ Find = Callable[[dict], Figure | None]
 example)."""
 
 
+def _row(rows: Iterable[dict], key: str, value: Any) -> dict | None:
+    """The row of a table whose entry ``key`` is ``value``."""
+    return next((row for row in rows if row[key] == value), None)
+
+
+def _accuracy(row: dict | None) -> Figure | None:
+    """Figure of a row with the mean over n answers."""
+    return Figure("accuracy", row["mean"], row["n"]) if row else None
+
+
 def text_loss(result: dict) -> Figure:
     by_stream = tuple(result.get("by_stream", ()))
     return Figure(
@@ -184,8 +190,8 @@ def frozen_loss(after: int) -> Find:
     """Loss with writes to the memory disabled after this many tokens."""
 
     def find(result: dict) -> Figure | None:
-        length = {"length": result.get("length", 0)}
-        return next((text_loss(length | row) for row in result["frozen"] if row["after"] == after), None)
+        row = _row(result["frozen"], "after", after)
+        return text_loss({"length": result.get("length", 0)} | row) if row else None
 
     return find
 
@@ -194,16 +200,17 @@ def loss_up_to(length: int) -> Find:
     """Find the loss of the first ``length`` tokens of each stream."""
 
     def find(result: dict) -> Figure | None:
-        row = next((row for row in result["by_length"] if row["length"] == length), None)
+        row = _row(result["by_length"], "length", length)
         tokens = sum(row["n"] for row in result["positions"] if row["last"] <= length)
-        return row and Figure("perplexity", row["loss"], tokens)
+        return Figure("perplexity", row["loss"], tokens) if row else None
 
     return find
 
 
 def at_chunk(size: int) -> Find:
     def find(result: dict) -> Figure | None:
-        return next((text_loss(row) for row in result["by_chunk"] if row["chunk"] == size), None)
+        row = _row(result["by_chunk"], "chunk", size)
+        return text_loss(row) if row else None
 
     return find
 
@@ -237,8 +244,7 @@ def question(task: str, length: int) -> Find:
     """Accuracy on a needle or BABILong task at a length."""
 
     def find(result: dict) -> Figure | None:
-        rows = result["tasks"].get(task, {}).get("by_length", ())
-        return next((Figure("accuracy", row["mean"], row["n"]) for row in rows if row["length"] == length), None)
+        return _accuracy(_row(result["tasks"].get(task, {}).get("by_length", ()), "length", length))
 
     return find
 
@@ -259,9 +265,9 @@ def _mean(figures: Sequence[Figure | None], unit: float = 1) -> Figure | None:
     return Figure("number", unit * sum(f.value for f in found) / len(found), sum(f.n for f in found))
 
 
-def recalled(result: dict) -> Figure:
+def recalled(result: dict) -> Figure | None:
     """Accuracy on samples like those of training."""
-    return Figure("accuracy", result["mean"], result["n"])
+    return _accuracy(result)
 
 
 def first_at(accuracy: float, figure: str = "accuracy") -> Find:
@@ -289,16 +295,16 @@ def classified(column: str, correlation: bool = False) -> Find:
     def find(result: dict) -> Figure | None:
         if not (row := result["columns"].get(column)):
             return None
-        return Figure("number", row["mcc"], row["n"]) if correlation else Figure("accuracy", row["mean"], row["n"])
+        return Figure("number", row["mcc"], row["n"]) if correlation else _accuracy(row)
 
     return find
 
 
-def baseline(name: str, column: str = "test") -> Find:
-    """Accuracy of one of a labelled set's baselines."""
+def baseline(name: str) -> Find:
+    """Accuracy of one of a labelled set's baselines on the whole test."""
 
     def find(result: dict) -> Figure | None:
-        row = result["baselines"].get(name, {}).get(column)
+        row = result["baselines"].get(name, {}).get("test")
         return row and Figure("accuracy", row["accuracy"], row["n"])
 
     return find
@@ -313,8 +319,7 @@ def found_at(length: int, needles: int | None = None) -> Find:
 
     def find(result: dict) -> Figure | None:
         rows = [row for row in result["asked"] if needles in (None, row["needles"])]
-        cells = rows[0]["by_length"] if rows else []
-        return next((Figure("accuracy", cell["mean"], cell["n"]) for cell in cells if cell["length"] == length), None)
+        return _accuracy(_row(rows[0]["by_length"], "length", length)) if rows else None
 
     return find
 
@@ -323,7 +328,6 @@ def last_answer(length: int) -> Find:
     """Accuracy of the last answer in samples of this many elements."""
 
     def find(result: dict) -> Figure | None:
-        rows = result["by_length"]
-        return next((Figure("accuracy", row["mean"], row["n"]) for row in rows if row["length"] == length), None)
+        return _accuracy(_row(result["by_length"], "length", length))
 
     return find

@@ -5,7 +5,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from titans_pt.tools.plots import legend, new_figure, own_style, plot_accuracy, save_figure, styles
+from titans_pt.tools.plots import legend, new_figure, own_style, plot_accuracy, powers_of_two, save_figure, styles
 from titans_pt.tools.statistics import wilson, without_keys
 
 THICK = ("lmm", "mac", "mag", "mal")
@@ -87,8 +87,7 @@ def positions(shown: Seeds, start: Path, measure: str = "long") -> list[Path]:
             loss.plot(list(means), list(means.values()), ":", color=style["color"])
             dotted = True
     for axes, label in ((loss, "validation loss (nats per token)"), (above, f"nats per token above {best}")):
-        axes.set_xscale("log", base=2)
-        axes.xaxis.set_major_formatter("{x:,.0f}")
+        powers_of_two(axes)
         axes.set_xlabel("tokens before the scored one")
         axes.set_ylabel(label)
         axes.grid(alpha=0.3)
@@ -149,8 +148,7 @@ def recall(shown: Seeds, start: Path) -> list[Path]:
             drawn["values, no keys"] = axes.axhline(100 * without_keys(pairs), linestyle=":", color="grey")
     legend(figure, list(drawn.values()), list(drawn), fontsize=7, loc="outside right upper")
     others[0].set_xlabel(f"pairs (trained with {trained.get('pairs')})")
-    others[0].set_xscale("log", base=2)
-    others[0].xaxis.set_major_formatter("{x:,.0f}")
+    powers_of_two(others[0])
     others[1].set_xlabel(f"least tokens from pairs to queries (trained with {trained.get('distance')})")
     for axes in (learning, *others):
         axes.grid(alpha=0.3)
@@ -290,8 +288,7 @@ def states(shown: Seeds, start: Path) -> list[Path]:
             lines += axes.plot([], [], color="lightgrey", linewidth=0.8)
             names.append(f"{left} more, at chance beyond the first length")
         axes.axhline(chance, color="grey", linewidth=0.8)
-        axes.set_xscale("log", base=2)
-        axes.xaxis.set_major_formatter("{x:,.0f}")
+        powers_of_two(axes)
         axes.set_xlabel("elements read")
         axes.set_ylabel("last answer right (%; dots: seeds; grey: chance)")
         axes.set_ylim(-3, 103)

@@ -139,7 +139,7 @@ def save(
     """
     folder.mkdir(parents=True, exist_ok=True)
     final = checkpoint_path(folder, state.step)
-    temporary = folder / f".{final.name}.tmp"
+    temporary = unfinished(folder, state.step)
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         temporary.mkdir()
@@ -152,8 +152,9 @@ def save(
         raise
 
 
-def shard_folder(folder: Path, step: int) -> Path:
-    """Folder in which all ranks write their shards of checkpoint ``step`` (titans_pt.runs.shards.write_shard)."""
+def unfinished(folder: Path, step: int) -> Path:
+    """Hidden folder in which checkpoint ``step`` is built: by :func:`save`, or by all ranks, which write their shards
+    (titans_pt.runs.shards.write_shard)."""
     return folder / f".{checkpoint_path(folder, step).name}.tmp"
 
 
@@ -169,7 +170,7 @@ def join(
     Raises:
         OSError: as for :func:`save`.
     """
-    temporary = shard_folder(folder, state.step)
+    temporary = unfinished(folder, state.step)
     try:
         if files := join_shards(temporary, count, tensors, stop):
             return _complete(temporary, checkpoint_path(folder, state.step), files, state)
@@ -478,7 +479,7 @@ def clean(folder: Path):
     """
     for path in folder.glob(".step-*.old"):
         own = path.with_name(path.name.removeprefix(".").removesuffix(".old"))
-        if not os.path.lexists(own) and shard_folder(folder, step_of(own)).is_dir() and not verify(path):
+        if not os.path.lexists(own) and unfinished(folder, step_of(own)).is_dir() and not verify(path):
             os.replace(path, own)
     for path in folder.glob(".step-*"):
         with contextlib.suppress(OSError):

@@ -67,6 +67,10 @@ class RunFolder:
 
         return saved_tokenizer(self.path)
 
+    def reading(self, key: str) -> Path:
+        """File for the state of an unfinished reading by the evaluation job ``key``, a hash."""
+        return self.evaluation / f"reading-{key[:16]}.safetensors"
+
     @contextlib.contextmanager
     def lock(self):
         """Locks the folder for one training process (see :mod:`titans_pt.tools.locks`).

@@ -177,10 +177,15 @@ def from_zero(axes: Axes) -> None:
     axes.set_ylim(0, 1.1 * top if math.isfinite(top) and top > 0 else None)
 
 
-def length_axis(axes: Axes) -> None:
-    """Formats the x axis for lengths of texts, in powers of two."""
+def powers_of_two(axes: Axes) -> None:
+    """Formats the x axis for whole numbers, in powers of two."""
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter("{x:,.0f}")
+
+
+def length_axis(axes: Axes) -> None:
+    """Formats the x axis for lengths of texts, in powers of two."""
+    powers_of_two(axes)
     axes.tick_params(axis="x", labelrotation=30)
     axes.set_xlabel("length (tokens, answer included)")
     axes.grid(alpha=0.3)

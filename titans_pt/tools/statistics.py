@@ -1,7 +1,7 @@
 """Statistics over samples: intervals, standard errors, variances."""
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 Z = 1.959964
@@ -23,18 +23,18 @@ def half_width(stderr: float, n: int) -> float:
     return stderr * (Z + (Z**3 + Z) / (4 * freedom) + (5 * Z**5 + 16 * Z**3 + 3 * Z) / (96 * freedom**2))
 
 
-def wilson(successes: float, n: int, z: float = Z) -> tuple[float, float]:
-    """Wilson's score interval for a proportion (1927), 95 % for the default z.
+def wilson(successes: float, n: int) -> tuple[float, float]:
+    """Wilson's score interval of 95 % for a proportion (1927).
 
-    Unlike mean +- z stderr it stays within [0, 1] and has a positive width at 0 and n successes. It contains the mean
+    Unlike mean +- Z stderr it stays within [0, 1] and has a positive width at 0 and n successes. It contains the mean
     exactly, without rounding errors, because figures draw the distances from it. Without trials it is (0, 1).
     """
     if n == 0:
         return 0.0, 1.0
     p = successes / n
-    middle = p + z * z / (2 * n)
-    half = z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
-    scale = 1 + z * z / n
+    middle = p + Z * Z / (2 * n)
+    half = Z * math.sqrt(p * (1 - p) / n + Z * Z / (4 * n * n))
+    scale = 1 + Z * Z / n
     return min(p, max(0.0, (middle - half) / scale)), max(p, min(1.0, (middle + half) / scale))
 
 
@@ -56,6 +56,19 @@ def proportion(successes: int, n: int) -> dict[str, float]:
     """A record's entries for the share of right answers: mean, Wilson's 95 % interval (low, high) and n > 0."""
     low, high = wilson(successes, n)
     return {"mean": successes / n, "low": low, "high": high, "n": n}
+
+
+def perplexity(nats: float) -> float:
+    """exp(nats); infinite where a float cannot hold it."""
+    return math.exp(nats) if nats < 700 else math.inf
+
+
+def doubling(length: int) -> Iterator[slice]:
+    """Buckets of 0, 1, ..., length - 1 that end at powers of two: 0, 1, 2 to 3, 4 to 7, 8 to 15 ..."""
+    start, stop = 0, 1
+    while start < length:
+        yield slice(start, min(stop, length))
+        start, stop = stop, 2 * stop
 
 
 def without_keys(answers: int) -> float:

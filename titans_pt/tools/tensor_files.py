@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 SUMS = "SHA256SUMS"
 """File with a folder's checksums, in the format of ``sha256sum --check``."""
+_CHECKED = (".safetensors", ".json", ".model")
+"""Ends of the names of files that are compared with SUMS."""
 
 
 def save_tensors(tensors: dict[str, Tensor], path: Path):
@@ -57,8 +59,8 @@ def write_sums(folder: Path) -> None:
     (folder / SUMS).write_text("".join(lines), encoding="utf-8")
 
 
-def check_sums(folder: Path, suffixes: tuple[str, ...]) -> None:
-    """Compares the files with these suffixes with SUMS, if the folder has it; earlier versions wrote none.
+def check_sums(folder: Path) -> None:
+    """Compares weights, settings and tokenizer with SUMS, if the folder has it; earlier versions wrote none.
 
     Raises:
         UserError: a file does not match its checksum in SUMS.
@@ -72,5 +74,5 @@ def check_sums(folder: Path, suffixes: tuple[str, ...]) -> None:
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: damaged ({error}); {remedy}") from None
     for file in sorted(folder.iterdir()):
-        if file.suffix in suffixes and file.name in listed and sha256(file) != listed[file.name]:
+        if file.suffix in _CHECKED and file.name in listed and sha256(file) != listed[file.name]:
             raise UserError(f"{file}: not the file that {SUMS} names: damaged, or changed since; {remedy}")

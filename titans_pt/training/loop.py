@@ -38,7 +38,7 @@ from titans_pt.training.plots import plot_loss
 from titans_pt.training.probes import memory_probe
 from titans_pt.training.profiling import OutOfMemory, StepProfiler, Stopwatch
 from titans_pt.training.ranks import Ranks, process_group
-from titans_pt.training.resume import build_engine, find_start, set_aside
+from titans_pt.training.resume import Start, build_engine, find_start, set_aside
 from titans_pt.training.saving import Saver
 from titans_pt.training.schedule import learning_rate
 from titans_pt.training.signals import StopSignals
@@ -114,6 +114,12 @@ def _check_shared(folder: RunFolder, ranks: Ranks):
     ranks.together(check)
 
 
+_BEFORE_STEP_1 = TrainerState(
+    step=0, samples=0, adam_step=0, nonfinite=0, nonfinite_in_a_row=0, model_hash="", config_hash="", config={},
+    identity={},
+)  # fmt: skip
+
+
 @dataclass
 class _Step:
     """A step in progress.
@@ -139,22 +145,20 @@ class Trainer:
         self, task: Task, data: TaskData, folder: RunFolder, ranks: Ranks, signals: StopSignals, watch: Watchdog
     ):
         start = ranks.on_first(lambda: find_start(task, folder, data.identity))
-        state, task.config = start.state, start.config
+        state, task.config = start.state or _BEFORE_STEP_1, start.config
         self.task, self.data, self.folder, self.ranks = task, data, folder, ranks
         self.config = config = task.config
         self.signals, self.watch = signals, watch
         train, seq_len = config.train, config.data.seq_len
 
-        self.step = state.step if state else 0
+        self.step, self.samples = state.step, state.samples
         self.first_step = self.step + 1
-        self.samples = state.samples if state else 0
         task.begins = (self.samples, self.step)
-        self.nonfinite = state.nonfinite if state else 0
-        self.nonfinite_in_a_row = state.nonfinite_in_a_row if state else 0
-        self.first_loss = state.first_loss if state else None
-        self.spikes = SpikeGuard(train, state.spikes if state else {})
-        self.patience = Patience(train.patience, state.best if state else {})
-        self.origin = state.origin if state else start.weights.origin if start.weights else None
+        self.nonfinite, self.nonfinite_in_a_row = state.nonfinite, state.nonfinite_in_a_row
+        self.first_loss = state.first_loss
+        self.spikes = SpikeGuard(train, state.spikes)
+        self.patience = Patience(train.patience, state.best)
+        self.origin = start.weights.origin if start.weights else state.origin
         self.loss: float | None = None
         self.validation_loss: float | None = None
         self.validation: dict[str, float] = {}
@@ -169,7 +173,7 @@ class Trainer:
         self.engine = build_engine(task, start, ranks)
         if self.step:  # a stop may have left this step's validation undone
             self.engine.backbone.set_progress(self.step / train.max_steps)
-        self.saver = Saver(folder, config, self.engine, ranks, watch, state, self._state, self._send_checkpoint)
+        self.saver = Saver(folder, config, self.engine, ranks, watch, start.state, self._state, self._send_checkpoint)
         self.batch_samples = train.batch_tokens // seq_len
         grid = self.engine.topology
         self.loader = Loader(data.train, self.engine.micro_batch, grid.data.rank, grid.data.size, self.batch_samples)
@@ -181,17 +185,7 @@ class Trainer:
         self.wandb: WandbLog | None = None
         self.tensorboard: TensorBoardLog | None = None
         self.metrics: MetricsLog | None = None
-        for record in ranks.on_first(lambda: self._open_logs(state, start.branch)):
-            if record["kind"] == "train":
-                self.loss = record["loss"]
-            elif record["kind"] == "validation":
-                if record["step"] == self.step and start.revalidate:
-                    continue
-                self._note_validation(record, record["step"])
-                if record["step"] == self.step and self._due:  # validated after this step's checkpoint, at a stop
-                    self.patience.note(self.step, _number(record["validation_loss"]))
-            elif record["kind"] == "evaluation":
-                self.evaluated_step = record["step"]
+        self._catch_up(ranks.on_first(lambda: self._open_logs(start)), start.revalidate)
         self.progress = Progress(self.step, max(self.step, self.last_step), shown=ranks.first)
         self.profiler = StepProfiler(folder.profile, train.profile_at if ranks.first else None, train.profile_steps)
         self.out_of_memory = OutOfMemory(
@@ -199,27 +193,43 @@ class Trainer:
             f"set train.activation_checkpointing=true, or lower train.micro_batch={train.micro_batch}", ranks.rank,
         )  # fmt: skip
 
-    def _open_logs(self, state: TrainerState | None, branch: bool) -> list[dict]:
+    def _open_logs(self, start: Start) -> list[dict]:
         """Opens the logs of rank 0; returns the metrics of the steps already done."""
         self.folder.write_settings(self.config)
         self.task.keep(self.folder)
-        self.metrics = MetricsLog(self.folder.metrics, self.step, branch)  # keeps the curves that a branch leaves
+        self.metrics = MetricsLog(self.folder.metrics, self.step, start.branch)  # keeps the curves that a branch leaves
         records = read_metrics(self.folder.metrics)
-        self.wandb = WandbLog(self.config, self.folder, state.wandb_id if state else None, branch)
+        run_id = start.state.wandb_id if start.state else None
+        self.wandb = WandbLog(self.config, self.folder, run_id, start.branch)
         if self.wandb.begins:  # send the records of earlier steps first
             for record in records:
                 self.wandb.write(record["step"], _numbers(record["kind"], record))
         self.tensorboard = TensorBoardLog(self.config.run.tensorboard, self.folder, self.step)
-        if branch:  # last: if anything above fails, the run is unchanged
+        if start.branch:  # last: if anything above fails, the run is unchanged
             set_aside(self.folder, self.step)
         log.info(
             "%s step %d: %s parameters, %s ranks on %s, ZeRO %d, %s, %d micro-batches of %d samples",
-            "resuming at" if state else "starting at", self.step, f"{self.engine.parameters:,}",
+            "resuming at" if start.state else "starting at", self.step, f"{self.engine.parameters:,}",
             self.engine.topology, self.ranks.device.type,
             self.config.parallel.zero_stage,
             self.config.train.precision, self.engine.accumulation, self.engine.micro_batch,
         )  # fmt: skip
         return records
+
+    def _catch_up(self, records: list[dict], revalidate: bool):
+        """Takes the losses and the validations of the steps already done from their metrics.
+
+        revalidate: whether this step's validation is to be repeated.
+        """
+        for record in records:
+            if record["kind"] == "train":
+                self.loss = record["loss"]
+            elif record["kind"] == "evaluation":
+                self.evaluated_step = record["step"]
+            elif record["kind"] == "validation" and not (revalidate and record["step"] == self.step):
+                self._note_validation(record, record["step"])
+                if record["step"] == self.step and self._due:  # validated after this step's checkpoint, at a stop
+                    self.patience.note(self.step, _number(record["validation_loss"]))
 
     # ---- the run
 

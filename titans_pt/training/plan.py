@@ -29,8 +29,6 @@ from titans_pt.training.metrics import PEAK_FLOPS
 GIB = 2**30
 PROBE_TOKENS = 1024
 """Tokens of the one row that measurements with real numbers use on the CPU, at most."""
-MODEL_KINDS = ("parameters", "gradients", "optimiser", "communication")
-"""Kinds of memory that the model and its optimiser use; all other kinds hold activations."""
 WEIGHT_BYTES, MOMENT_BYTES = 4, 8
 """fp32 bytes in a checkpoint: for each parameter, and for AdamW's two moments of each trained parameter."""
 MULTIPROCESSORS = 132

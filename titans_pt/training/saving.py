@@ -118,7 +118,7 @@ class Saver:
     def _start_shards(self, state: TrainerState):
         """Makes every rank write its shard; rank 0 then joins them into a checkpoint, on another thread."""
         self.watch.at(f"the checkpoint of step {state.step}, copying")
-        shard = partial(write_shard, checkpoints.shard_folder(self.folder.checkpoints, state.step), self.ranks.rank)
+        shard = partial(write_shard, checkpoints.unfinished(self.folder.checkpoints, state.step), self.ranks.rank)
         self._writing.start(partial(shard, *self.engine.pieces()))
         if self.ranks.first:
             self._joining.start(partial(self._join, self.engine.cuts(), state))

@@ -114,7 +114,7 @@ def _of_checkpoint(path: Path) -> Weights:
 
 def _of_export(path: Path) -> Weights:
     """Weights of a folder that titans export wrote, in Hugging Face's layout."""
-    check_sums(path, (".safetensors", ".json", ".model"))
+    check_sums(path)
     try:
         config = json.loads((path / "config.json").read_text(encoding="utf-8"))
         settings, origin = completed(config["settings"]), f"{path} ({config['checkpoint_hash'][:12]})"

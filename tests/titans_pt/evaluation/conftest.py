@@ -12,6 +12,7 @@ from titans_pt.config.files import load_config
 from titans_pt.data_pipeline.indexed import IndexedDataset, IndexedWriter
 from titans_pt.data_pipeline.tokenizers import train_tokenizer
 from titans_pt.evaluation import babilong, generation, perplexity, ruler, runner
+from titans_pt.runs.folder import RunFolder
 from titans_pt.runs.loaded import LoadedRun
 from titans_pt.tasks import ruler_words
 from titans_pt.tasks.language import Language
@@ -61,10 +62,7 @@ class StandIn(SimpleNamespace):
 @pytest.fixture
 def run(tmp_path, monkeypatch):
     """A run of the copying model and ASCII validation text; runner and generation load it for any path."""
-    folder = SimpleNamespace(
-        path=tmp_path, config=tmp_path / "config.yaml", evaluation=tmp_path / "evaluation", plots=tmp_path / "plots",
-        tokenizer=tmp_path / "tokenizer.model",
-    )  # fmt: skip
+    folder = RunFolder(tmp_path)
     folder.config.write_text(SETTINGS)
     with IndexedWriter(tmp_path / "validation", 128) as writer:
         for length in (90, 160, 70):

@@ -13,6 +13,7 @@ from titans_pt.data_pipeline.tokenizers import load_tokenizer
 from titans_pt.data_pipeline.tokenizers.chat import chat_text
 from titans_pt.errors import UserError
 from titans_pt.evaluation import conversation
+from titans_pt.streaming import Sampling
 
 pytest.importorskip("transformers")
 
@@ -66,7 +67,7 @@ def test_a_conversation_goes_on_from_a_file(chats, tmp_path):
 
 
 def test_an_answer_ends_before_eos(chats, read, monkeypatch):
-    monkeypatch.setattr(conversation, "chooser", lambda *_: lambda logits: next(ids))
+    monkeypatch.setattr(Sampling, "chooser", lambda *_: lambda logits: next(ids))
     run = chats()
     tokenizer = load_tokenizer(run / "tokenizer.json")
     ids = iter([*tokenizer.encode("yes"), EOS, *tokenizer.encode("no"), EOS])
@@ -122,5 +123,7 @@ def test_chats_in_a_file_are_answered_side_by_side(chats, tmp_path, capsys):
 
 def test_draws_differ_from_message_to_message(chats):
     run = chats()
-    first, again = (evaluation.chat(run, ["one", "one"], temperature=5.0, seed=1, max_new_tokens=8) for _ in range(2))
+    first, again = (
+        evaluation.chat(run, ["one", "one"], sampling=Sampling(5.0, seed=1), max_new_tokens=8) for _ in range(2)
+    )
     assert first == again and first[0] != first[1]

@@ -12,6 +12,7 @@ from titans_pt import cli, evaluation, streaming
 from titans_pt.data_pipeline.tokenizers import StreamDecoder, load_tokenizer
 from titans_pt.errors import UserError
 from titans_pt.evaluation import generation
+from titans_pt.streaming import Sampling
 
 
 class Decoder:
@@ -38,20 +39,26 @@ def test_generate_prints_text_and_rate_and_ends_at_eos(run, monkeypatch, capsys)
 def test_generate_streams_what_decode_gives(run, sentencepiece, capsys):
     torch.manual_seed(1)
     run.tokenizer, run.model = sentencepiece, Recurrent(sentencepiece.vocab_size).eval()
-    text = generation.generate("anywhere", "The grass is", max_new_tokens=40, temperature=1.0, seed=3)
+    text = generation.generate("anywhere", "The grass is", max_new_tokens=40, sampling=Sampling(1.0, seed=3))
     assert capsys.readouterr().out == text + "\n"
-    assert text == generation.generate("anywhere", "The grass is", max_new_tokens=40, temperature=1.0, seed=3)
+    assert text == generation.generate("anywhere", "The grass is", max_new_tokens=40, sampling=Sampling(1.0, seed=3))
     start = streaming.prefill(run.model, torch.tensor([sentencepiece.encode("The grass is")]), 100)
-    ids = list(streaming.sample(run.model, *start, 40, {sentencepiece.eos_id}, 1.0, seed=3))
+    ids = list(streaming.continuation(run.model, *start, 40, {sentencepiece.eos_id}, Sampling(1.0, seed=3).chooser()))
     decoder = StreamDecoder(sentencepiece, continues=True)
     assert text == "".join(map(decoder.push, ids)) + decoder.finish()
 
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"max_new_tokens": 0}, {"temperature": -1.0}, {"top_k": 0}, {"top_p": 0.0}, {"top_p": 1.5}, {"prompt": ""}],
+    [{"temperature": -1.0}, {"top_k": 0}, {"top_p": 0.0}, {"top_p": 1.5}, {"seed": 2**63}],
 )
 def test_generate_says_what_is_wrong(run, wrong):
+    with pytest.raises(UserError, match=next(iter(wrong))):
+        generation.generate("anywhere", "a", sampling=Sampling(**wrong))
+
+
+@pytest.mark.parametrize("wrong", [{"max_new_tokens": 0}, {"prompt": ""}])
+def test_generate_needs_a_prompt_and_a_number_of_tokens(run, wrong):
     with pytest.raises(UserError, match=next(iter(wrong))):
         generation.generate("anywhere", **{"prompt": "a", **wrong})
 
@@ -66,8 +73,10 @@ def test_many_prompts_are_each_continued_as_if_alone(sentencepiece, run, capsys)
     assert texts == [generation.generate("anywhere", prompt, max_new_tokens=12) for prompt in asked]
     # A prompt without text is the beginning of a document.
     assert generation.generate_batch("anywhere", ["A", ""], 12, batch=1)[1] == new_text(run, [sentencepiece.eos_id], 12)
-    drawn = generation.generate_batch("anywhere", asked, 12, temperature=1.0, seed=5, batch=4)
-    assert drawn == [generation.generate("anywhere", prompt, 12, 1.0, seed=5 + i) for i, prompt in enumerate(asked)]
+    drawn = generation.generate_batch("anywhere", asked, 12, Sampling(1.0, seed=5), batch=4)
+    assert drawn == [
+        generation.generate("anywhere", prompt, 12, Sampling(1.0, seed=5 + i)) for i, prompt in enumerate(asked)
+    ]
 
 
 def test_rows_are_prompts_with_their_expected_texts(sentencepiece, run, tmp_path, capsys):
@@ -76,7 +85,7 @@ def test_rows_are_prompts_with_their_expected_texts(sentencepiece, run, tmp_path
     rows = [{"prompt": "The\ngrass", "completion": f" {right}\n"}, {"prompt": "A", "completion": "b"}, {"prompt": "A"}]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n\n")
     capsys.readouterr()
-    found = generation.generate_batch("anywhere", generation.read_prompts(str(tmp_path / "rows.jsonl"), "--prompts"), 4)
+    found = generation.generate_batch("anywhere", generation.read_prompts(str(tmp_path / "rows.jsonl")), 4)
     out, err = capsys.readouterr()
     lines = [json.loads(line) for line in out.splitlines()]
     assert [line["text"] for line in lines] == found and found[0] == right
@@ -124,7 +133,7 @@ def test_a_character_that_is_cut_comes_whole_with_the_next_text(sentencepiece, r
         return logits, state
 
     def text(count, prompt="", **more):
-        monkeypatch.setattr(generation, "sample", scripted)
+        monkeypatch.setattr(generation, "continuation", scripted)
         found = generation.generate("anywhere", prompt, count, **more)
         assert capsys.readouterr().out == found + "\n"
         written.extend(ids[len(written) : len(written) + count])
@@ -168,7 +177,7 @@ def test_a_prompt_on_each_line_of_a_file(tmp_path, monkeypatch):
     (tmp_path / "prompts.txt").write_bytes(text.encode())
     assert cli.run(["generate", "run", "--prompts", str(tmp_path / "prompts.txt"), "--batch", "2"]) == 0
     lines = [generation.Prompt(line) for line in ("gr\u00fcn", "", "red", "a\u2028b\x0cc\x85d\x0be\x1cf\rg", " ")]
-    assert found == [("run", lines, 100, 0.8, None, 0.95, 0, None, 2, ())]
+    assert found == [("run", lines, 100, Sampling(0.8, top_p=0.95), None, 2, ())]
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii", "latin-1"])

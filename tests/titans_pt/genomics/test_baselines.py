@@ -6,7 +6,7 @@ import torch
 
 from titans_pt.errors import UserError
 from titans_pt.genomics import prepared
-from titans_pt.genomics.baselines import baselines, columns, score, words
+from titans_pt.genomics.baselines import baselines, columns, confusion, score, words
 from titans_pt.genomics.sets import LabelledSet, Split
 
 
@@ -16,11 +16,11 @@ def made(train: list[tuple[bytes, int]], test: list[tuple[bytes, int]]) -> Label
 
 
 def test_scores():
-    assert score(np.array([0, 1, 1, 1]), np.array([0, 0, 1, 1]), 2) == {
+    assert score(confusion(np.array([0, 1, 1, 1]), np.array([0, 0, 1, 1]), 2)) == {
         "n": 4, "right": 3, "accuracy": 0.75, "mcc": pytest.approx(2 / (2 * 1 * 2 * 3) ** 0.5),
     }  # fmt: skip
-    assert score(np.zeros(3, int), np.array([0, 1, 2]), 3)["mcc"] == 0.0
-    assert score(np.array([0, 1, 2]), np.array([0, 1, 2]), 3)["mcc"] == pytest.approx(1.0)
+    assert score(confusion(np.zeros(3, int), np.array([0, 1, 2]), 3))["mcc"] == 0.0
+    assert score(confusion(np.array([0, 1, 2]), np.array([0, 1, 2]), 3))["mcc"] == pytest.approx(1.0)
 
 
 def test_majority_lengths_and_copies():

@@ -9,6 +9,7 @@ from titans_pt import Titan, UserError, detach_state, evaluation, fork_state, jo
 from titans_pt.huggingface import export_run
 from titans_pt.layers.state import tensors
 from titans_pt.library import titan
+from titans_pt.streaming import Sampling
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +23,7 @@ def model(run):
 
 
 def test_it_writes_what_titans_generate_writes(run, model, capsys):
-    expected = evaluation.generate(run, "some words", 12, temperature=0.8, top_p=0.95, seed=3)
+    expected = evaluation.generate(run, "some words", 12, Sampling(0.8, top_p=0.95, seed=3))
     # The text ends inside a character, which is left to the following text.
     assert model.generate("some words", max_new_tokens=12, seed=3) == expected.removesuffix("\ufffd")
     assert model.generate("some words", max_new_tokens=12, seed=4) != expected
@@ -78,7 +79,7 @@ def test_a_character_that_is_cut_is_left_to_the_next_text(model, tmp_path, monke
             yield left.pop(0)
         return logits, state
 
-    monkeypatch.setattr(titan, "sample", scripted)
+    monkeypatch.setattr(titan, "continuation", scripted)
     assert model.generate("some words", 1) == ""
     model.state.fork().save(tmp_path / "state")
     assert model.generate(max_new_tokens=1, state=model.load_state(tmp_path / "state")) == ""

@@ -10,7 +10,7 @@ from titans_pt.config import Config, ModelConfig
 from titans_pt.config.checks import checked
 from titans_pt.config.history import as_begun
 from titans_pt.models import build_model
-from titans_pt.streaming import greedy, prefill, sample
+from titans_pt.streaming import Sampling, continuation, greedy, prefill
 from titans_pt.tasks import next_token as module
 from titans_pt.tasks import task_of
 from titans_pt.tasks.next_token import NextTokenLoss
@@ -78,7 +78,7 @@ def test_logits_and_what_is_generated(pair):
     assert logits.shape == (1, 20, 37)
     torch.testing.assert_close(logits, expected)
     assert list(greedy(padded, *prefill(padded, ids, 7), 10)) == list(greedy(exact, *prefill(exact, ids, 7), 10))
-    assert max(sample(padded, *prefill(padded, ids, 7), 50, temperature=50.0)) < 37
+    assert max(continuation(padded, *prefill(padded, ids, 7), 50, (), Sampling(50.0).chooser())) < 37
 
 
 @pytest.mark.parametrize("z_loss", [0.0, 0.1])

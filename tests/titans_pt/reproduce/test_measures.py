@@ -5,7 +5,7 @@ import torch
 from titans_pt.config import ModelConfig
 from titans_pt.models import build_model
 from titans_pt.reproduce import measures
-from titans_pt.reproduce.measures import chunks_of, has_memory
+from titans_pt.reproduce.measures import chunks_of
 from titans_pt.reproduce.studies import TINY
 
 SMALL = dict(mixers=["lmm"], vocab_size=32, d_model=16, n_layers=2, n_heads=2, persistent_tokens=2)
@@ -29,7 +29,6 @@ def test_other_chunks_are_other_models_for_a_while():
 
 def test_only_a_memory_is_frozen():
     memory, none = ModelConfig(**SMALL), ModelConfig(**(SMALL | {"mixers": ["swa"]}))
-    assert has_memory(memory) and not has_memory(none)
     long = TINY["long"]
     assert long.settings(memory) == [*long.words, "evaluation.perplexity.freeze_after=[0, 512]"]
     assert long.settings(none) == list(long.words)

@@ -312,7 +312,7 @@ def test_the_command(source, prepared, tmp_path, capsys):
         ([], "a: holds a run already; name another folder"),
         (["--out", str(tmp_path / "b"), "--layers", "3"], "--layers: given 3; "),
         (["--out", str(tmp_path / "b"), "--layers", "1", "--to", "window"], "--layers: given with --to window, which"),
-        (["--out", str(tmp_path / "b"), "--layers", "x"], "given 'x'; write all, or numbers of layers"),
+        (["--out", str(tmp_path / "b"), "--layers", "x"], "given 'x'; allowed: all, or numbers of layers"),
         (["--out", str(tmp_path / "b"), "--window", "5000"], "--window: given 5000; at most data.seq_len="),
         (["--out", str(tmp_path / "b"), "model.n_layers=2"], "settings of model are not those of the weights"),
     ):

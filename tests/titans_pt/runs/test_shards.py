@@ -38,7 +38,7 @@ def write(folder, step=5, numbers=range(4)):
                 whole = value(kind, name)
                 part = whole if cut.dim is None else whole.chunk(2, cut.dim)[tensor]
                 pieces[f"{kind}.{name}"] = part.flatten()[start:stop].clone()
-        write_shard(checkpoints.shard_folder(folder, step), number, pieces, places)
+        write_shard(checkpoints.unfinished(folder, step), number, pieces, places)
 
 
 def save(folder, step=5):

@@ -80,8 +80,8 @@ def test_every_answer_of_an_evaluation_counts_once():
     config = load_config(CONFIG, ["recall.distance=40", "evaluation.recall.distances=[8,40,40]"])
     suite = RecallAnswers(SimpleNamespace(task=task_of(config), identity="x"), config)
     assert len(set(suite.keys)) == len(suite.keys)
-    records = [{"by": by, "value": value, "right": 0, "answers": suite._rows(by, value, first) * questions.pairs}
-               for by, value, questions, first in suite.jobs]  # fmt: skip
+    records = [{"by": by, "value": value, "right": 0, "answers": rows * questions.pairs}
+               for by, value, questions, first, rows in suite.jobs]  # fmt: skip
     found = suite.summary(records)
     assert found["n"] == 512 * 8
     assert [row["pairs"] for row in found["by_pairs"]] == [2, 4, 8, 16]

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titans_pt.config import CachingConfig, Config, MemoryConfig, ModelConfig, Section
+from titans_pt.config import CachingConfig, Config, HierarchyConfig, MemoryConfig, ModelConfig, Section
 from titans_pt.kernels.memory.rules import Rule
 from titans_pt.layers.attention import Attention
 from titans_pt.layers.documents import Documents
@@ -221,38 +221,8 @@ class MemoryMixer(Mixer):
                 chunk,
                 f"at most data.seq_len={length}; in a longer chunk every gradient is taken at the memory's start",
             )
-            return
-        need(
-            levels.chunk < length,
-            "model.memory.hierarchy.chunk",
-            levels.chunk,
-            f"below data.seq_len={length}; nothing of the first chunk is read from the global memory",
-        )
-        need(
-            levels.shard % levels.chunk == 0,
-            "model.memory.hierarchy.shard",
-            levels.shard,
-            f"must be a multiple of model.memory.hierarchy.chunk={levels.chunk}",
-        )
-        need(
-            all(size <= levels.shard for size in levels.locals),
-            "model.memory.hierarchy.locals",
-            levels.locals,
-            f"each at most model.memory.hierarchy.shard={levels.shard}",
-        )
-        final = levels.locals if levels.final_locals is None else levels.final_locals
-        need(
-            len(final) == len(levels.locals) and all(a <= b for a, b in zip(final, levels.locals, strict=False)),
-            "model.memory.hierarchy.final_locals",
-            final,
-            f"one for each of model.memory.hierarchy.locals={levels.locals}, none larger than it",
-        )
-        need(
-            model.memory.alpha == "head",
-            "model.memory.alpha",
-            model.memory.alpha,
-            "must be head with model.memory.hierarchy",
-        )
+        else:
+            check_hierarchy(model.memory, levels, length, need)
 
     @classmethod
     def reads_start(cls, memory: MemoryConfig) -> bool:
@@ -301,6 +271,42 @@ def check_caching(memory: MemoryConfig, caching: CachingConfig, length: int, nee
         f"{name}.segment",
         caching.segment,
         f"below data.seq_len={length}; what is cached at a sample's end is never read",
+    )
+
+
+def check_hierarchy(memory: MemoryConfig, levels: HierarchyConfig, length: int, need: Need):
+    """Checks a memory's settings against the settings of its hierarchy."""
+    name = "model.memory.hierarchy"
+    need(
+        levels.chunk < length,
+        f"{name}.chunk",
+        levels.chunk,
+        f"below data.seq_len={length}; nothing of the first chunk is read from the global memory",
+    )
+    need(
+        levels.shard % levels.chunk == 0,
+        f"{name}.shard",
+        levels.shard,
+        f"must be a multiple of {name}.chunk={levels.chunk}",
+    )
+    need(
+        all(size <= levels.shard for size in levels.locals),
+        f"{name}.locals",
+        levels.locals,
+        f"each at most {name}.shard={levels.shard}",
+    )
+    final = levels.locals if levels.final_locals is None else levels.final_locals
+    need(
+        len(final) == len(levels.locals) and all(a <= b for a, b in zip(final, levels.locals, strict=False)),
+        f"{name}.final_locals",
+        final,
+        f"one for each of {name}.locals={levels.locals}, none larger than it",
+    )
+    need(
+        memory.alpha == "head",
+        "model.memory.alpha",
+        memory.alpha,
+        f"must be head with {name}",
     )
 
 
