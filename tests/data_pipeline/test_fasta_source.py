@@ -10,6 +10,7 @@ from titans_pt.data_pipeline.inspection import inspect_data
 from titans_pt.data_pipeline.packing import PackedSamples, on_other_strand
 from titans_pt.data_pipeline.prepare import prepare
 from titans_pt.errors import UserError
+from titans_pt.tasks import task_of
 
 
 def config(folder, text, /, **changes) -> Config:
@@ -48,6 +49,16 @@ def test_prepared(tmp_path, genome, capsys):
     with pytest.raises(UserError, match="data.tokenizer: made with"):
         TokenFiles.open(given.model_copy(update={"data": given.data.model_copy(update={
             "tokenizer": given.data.tokenizer.model_copy(update={"kind": "text"})})}))  # fmt: skip
+
+
+def test_masked_bases_cost_the_chain_of_the_training_curve_nothing(tmp_path, genome):
+    """A model's loss is a mean over all tokens: where half of them are N, it is half the loss of the bases."""
+    masked = "".join(genome[i : i + 32] + "N" * 32 for i in range(0, 64 * 59, 64))
+    given = config(tmp_path, f">a\n{masked}\n")
+    chain = prepare(given)["markov"]
+    blocks = len(TokenFiles.open(given).validation.document_starts)
+    assert (chain["bases"], chain["tokens"]) == (32 * blocks, 65 * blocks)
+    assert task_of(given).open().baseline == pytest.approx(chain["loss"] * 32 / 65)
 
 
 @pytest.mark.parametrize("text, message", [

@@ -17,13 +17,13 @@ ESSAY = (
 
 
 class Characters:
-    """A tokenizer with one token per ASCII character; eos is 0."""
+    """A tokenizer with one token per character; eos is 0. Characters that are not ASCII become question marks."""
 
     vocab_size, bos_id, eos_id, begin, sha256 = 128, -1, EOS, (), "characters"
     pieces, dummy_prefix = [b"", *(bytes([i]) for i in range(1, 128))], False  # read by StreamDecoder
 
     def encode(self, text):
-        return list(text.encode("ascii"))
+        return list(text.encode("ascii", errors="replace"))
 
     def document(self, text):
         return [*self.begin, *self.encode(text)]

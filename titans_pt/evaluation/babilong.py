@@ -9,7 +9,7 @@ The prompt is filled with whole sentences, counted in the model's own tokens; a 
 import functools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from random import Random
 
 from titans_pt.config import BabilongConfig, Config, SourceConfig
@@ -29,47 +29,49 @@ SENTENCE_TOKENS = 10
 
 @dataclass(frozen=True)
 class Wording:
-    """The benchmark's words for one task. examples: (facts, question, answer)."""
+    """The benchmark's words for one task, with its misprints. examples: (facts, question, answer). between: stands
+    between two examples."""
 
     instruction: str
     examples: list[tuple[str, str, str]]
     post_prompt: str
+    between: str = "\n"
 
 
+_QUESTION = "hidden in some random text and a question."
+_ONLY = "You need to answer the question based only on the information from the facts."
 _CARRIED = (
-    "If a person got an item in the first location and travelled to the second location the item is also in the "
-    "second location. If a person dropped an item in the first location and moved to the second location the item "
+    f"{_ONLY}\nIf a person got an item in the first location and travelled to the second location the item is also in "
+    "the second location. If a person dropped an item in the first location and moved to the second location the item "
     "remains in the first location."
 )
-_ONLY = "You need to answer the question based only on the information from the facts."
 WORDINGS = {
     "qa1": Wording(
-        "I will give you context with the facts about positions of different persons hidden in some random text and a "
-        f"question. {_ONLY} If a person was in different locations, use the latest location to answer the question.",
+        f"I will give you context with the facts about positions of different persons {_QUESTION} {_ONLY} If a person "
+        "was in different locations, use the latest location to answer the question.",
         [
             ("Charlie went to the hallway. Judith come back to the kitchen. Charlie travelled to balcony.",
              "Where is Charlie?", "The most recent location of Charlie is balcony."),
             ("Alan moved to the garage. Charlie went to the beach. Alan went to the shop. Rouse travelled to balcony.",
              "Where is Alan?", "The most recent location of Alan is shop."),
         ],
-        "Always return your answer in the following format: The most recent location of 'person' is 'location'. "
-        "Do not write anything else after that.",
+        "Always return your answer in the following format: The most recent location of \u2019person\u2019 is "
+        "\u2019location\u2019. Do not write anything else after that.",
+        between="\n\n",
     ),
     "qa2": Wording(
-        "I will give you context with the facts about locations and actions of different persons hidden in some random "
-        f"text and a question. {_ONLY} {_CARRIED}",
+        f"I give you context with the facts about locations and actions of different persons {_QUESTION}{_CARRIED}",
         [
             ("Charlie went to the kitchen. Charlie got a bottle. Charlie moved to the balcony.",
              "Where is the bottle?", "The bottle is in the balcony."),
             ("Alan moved to the garage. Alan got a screw driver. Alan moved to the kitchen.",
              "Where is the screw driver?", "The screw driver is in the kitchen."),
         ],
-        "Always return your answer in the following format: The 'item' is in 'location'. "
+        "Always return your answer in the following format: The \u2019item\u2019 is in \u2019location\u2019. "
         "Do not write anything else after that.",
     ),
     "qa3": Wording(
-        "I give you context with the facts about locations and actions of different persons hidden in some random text "
-        f"and a question. {_ONLY} {_CARRIED}",
+        f"I give you context with the facts about locations and actions of different persons {_QUESTION} {_CARRIED}",
         [
             ("John journeyed to the bedroom. Mary grabbed the apple. Mary went back to the bathroom. Daniel journeyed "
              "to the bedroom. Daniel moved to the garden. Mary travelled to the kitchen.",
@@ -82,8 +84,8 @@ WORDINGS = {
         " Do not write anything else after that.",
     ),
     "qa4": Wording(
-        "I will give you context with the facts about different people, their location and actions, hidden in some "
-        f"random text and a question. {_ONLY}",
+        f"I will give you context with the facts about different people, their location and actions, {_QUESTION} "
+        f"{_ONLY}",
         [
             ("The hallway is south of the kitchen. The bedroom is north of the kitchen.",
              "What is the kitchen south of?", "bedroom"),
@@ -93,8 +95,7 @@ WORDINGS = {
         "Your answer should contain only one word - location. Do not write anything else after that.",
     ),
     "qa5": Wording(
-        "I will give you context with the facts about locations and their relations hidden in some random text and a "
-        f"question. {_ONLY}",
+        f"I will give you context with the facts about locations and their relations {_QUESTION} {_ONLY}",
         [
             ("Mary picked up the apple there. Mary gave the apple to Fred. Mary moved to the bedroom. Bill took the "
              "milk there.", "Who did Mary give the apple to?", "Fred"),
@@ -113,7 +114,7 @@ def frame(task: str, story: babi.Story, wording: str, shots: int) -> tuple[str, 
     if wording == "plain":
         return "", babi.asked(story.question)
     words = WORDINGS[task]
-    examples = "\n\n".join(
+    examples = words.between.join(
         f"<example>\n{facts} {asked}\nAnswer: {answer}\n</example>" for facts, asked, answer in words.examples[:shots]
     )
     head = "\n\n".join(part for part in (words.instruction, examples, words.post_prompt) if part)
@@ -189,9 +190,10 @@ class Babilong(LongContext):
 
     def identity(self, task, length, depth, index) -> str:
         s = self.settings
+        words = [asdict(WORDINGS[task])] if s.wording == "instructions" else []
         return digest(
             self.name, task, length, index, s.seed, s.max_new_tokens, s.wording, s.shots, self.tokenizer.sha256,
-            self.haystack.sha256,
+            self.haystack.sha256, *words,
         )  # fmt: skip
 
     def sample(self, task, length, depth, index) -> Sample:

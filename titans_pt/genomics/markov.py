@@ -1,7 +1,7 @@
 """The floor of nucleotide models: the loss of an interpolated Markov chain of the last few bases."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import numpy as np
 
@@ -23,15 +23,17 @@ class Floor:
     order: the best order.
     loss: nats per base of the best order.
     bases: number of predicted bases.
+    tokens: number of tokens that hold these bases; the others are N and the ends of documents.
     """
 
     nats: tuple[float, ...]
     order: int
     loss: float
     bases: int
+    tokens: int
 
     def as_dict(self) -> dict:
-        return {"nats": list(self.nats), "order": self.order, "loss": self.loss, "bases": self.bases}
+        return asdict(self) | {"nats": list(self.nats)}
 
 
 def markov_floor(
@@ -68,7 +70,7 @@ def markov_floor(
         p = min(tried.values(), key=lambda found: -np.log(found).sum())
         losses.append(float(-np.log(p).mean()))
     order = int(np.argmin(losses))
-    return Floor(tuple(losses), order, losses[order], len(targets))
+    return Floor(tuple(losses), order, losses[order], len(targets), len(validation))
 
 
 def _codes(bases: np.ndarray, known: np.ndarray, order: int) -> tuple[np.ndarray, np.ndarray]:

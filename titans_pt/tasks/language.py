@@ -94,7 +94,9 @@ class Language(Task):
         self.tokenizer = files.tokenizer
         baseline = files.manifest.get("unigram_loss")
         if markov := files.manifest.get("markov"):  # token files of nucleotides have one
-            baseline, self.baseline_name = markov["loss"], f"Markov chain of order {markov['order']}"
+            # The chain predicts bases alone, a model also N and the ends of documents: these cost the chain nothing.
+            share = markov["bases"] / markov.get("tokens", markov["bases"])  # earlier token files lack "tokens"
+            baseline, self.baseline_name = share * markov["loss"], f"Markov chain of order {markov['order']}"
         samples = files.samples(self.config)
         return TaskData(
             samples, files.validation_samples(self.config),

@@ -1,5 +1,6 @@
 """BABILong's samples hold their facts in order and fill their length; both scores tell answers apart."""
 
+import hashlib
 import re
 from types import SimpleNamespace
 
@@ -54,6 +55,31 @@ def test_samples(task, wording, sentencepiece, essays):
             assert text.count("<example>") == len(babilong.WORDINGS[task].examples)
         else:
             assert sentencepiece.decode(sample.answer_ids).strip() == sample.expected[0]
+
+
+@pytest.mark.parametrize(
+    "task, sha256",
+    {"qa1": "f5e3011ea3d3e075", "qa2": "d109d7974eb1ae20", "qa3": "f7d8fe55b57e3ab1", "qa4": "d0c741d44257244b",
+     "qa5": "4df5c66d774d89e8"}.items(),
+)  # fmt: skip
+def test_prompts_are_the_benchmarks_to_the_letter(task, sha256):
+    """Hashes of what get_formatted_input of github.com/booydar/babilong (7a6efee) makes of the task's
+    DEFAULT_PROMPTS."""
+    before, after = babilong.frame(task, babi.Story([], "Where is Mary?", "", []), "instructions", 3)
+    assert hashlib.sha256(f"{before}The context.{after}".encode()).hexdigest().startswith(sha256)
+
+
+def test_other_words_are_other_samples(essays, monkeypatch):
+    """Records of prompts with earlier words are not taken for those of today; the plain prompt has no words."""
+
+    def keys():
+        return {wording: made(Characters(), essays, wording=wording, tasks=["qa1"], lengths=[9000]).keys
+                for wording in ("instructions", "plain")}  # fmt: skip
+
+    before = keys()
+    monkeypatch.setitem(babilong.WORDINGS, "qa1", babilong.WORDINGS["qa2"])
+    after = keys()
+    assert before["plain"] == after["plain"] and not set(before["instructions"]) & set(after["instructions"])
 
 
 @pytest.mark.parametrize("wording", ["instructions", "plain"])
