@@ -6,6 +6,7 @@ import numpy as np
 import pyarrow
 from pyarrow import parquet
 
+from titans_pt.data_pipeline.files import arrow_file
 from titans_pt.data_pipeline.indexed import IndexedDataset
 from titans_pt.data_pipeline.parts import ANSWERS
 from titans_pt.errors import UserError
@@ -25,7 +26,7 @@ class Answers:
         path = stream.list_of_documents
         remedy = "run: titans prepare CONFIG --force"
         try:
-            with open(path, "rb") as file, parquet.ParquetFile(file) as table:
+            with arrow_file(path) as file, parquet.ParquetFile(file) as table:
                 if ANSWERS.name not in table.schema_arrow.names:
                     raise UserError(
                         f"data.sources: the token files {stream.prefix} mark no answers; set data.sources.N.format to "

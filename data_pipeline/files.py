@@ -27,7 +27,7 @@ from titans_pt.genomics import fasta
 
 
 def _zstd(path: Path, _mode: str) -> io.BufferedReader:
-    return io.BufferedReader(pyarrow.CompressedInputStream(_arrow(path), "zstd"))
+    return io.BufferedReader(pyarrow.CompressedInputStream(arrow_file(path), "zstd"))
 
 
 _OPEN: dict[str, Callable[[Path, Literal["rb"]], io.BufferedIOBase]] = {
@@ -209,6 +209,13 @@ def _format(path: Path, named: bool = False) -> tuple[str, str] | None:
     return (kind, compression) if kind in (".txt", ".jsonl") or (kind, compression) == (".parquet", "") else None
 
 
+def unit_of_place(file: str) -> str:
+    """Return the unit of a :class:`SourceRow`'s number in this file: "byte" (.jsonl, .txt; of the uncompressed text) or
+    "row"."""
+    found = _format(Path(file), named=True)
+    return "byte" if found and found[0] in (".txt", ".jsonl") else "row"
+
+
 def _format_of(path: Path) -> tuple[str, str]:
     """:func:`_format` of a file of a kind=files source; an obstacle need not have one."""
     found = _format(path, named=True)
@@ -264,7 +271,7 @@ def pieces(path: Path, source: SourceConfig, target: int) -> Iterator[tuple[int,
                 start = stop
     elif kind == ".parquet":
         try:
-            footer = parquet.read_metadata(_arrow(path))
+            footer = parquet.read_metadata(arrow_file(path))
         except (pyarrow.ArrowException, OSError, UnicodeDecodeError):
             yield 0, None, size
             return
@@ -319,7 +326,7 @@ def hash_piece(path: Path, start: int, stop: int | None, update: Callable[[bytes
         return
     try:
         if _format(path, named=True) == (".parquet", "") and stop is not None:
-            footer = parquet.read_metadata(_arrow(path))
+            footer = parquet.read_metadata(arrow_file(path))
             last = stop == footer.num_row_groups
             start, stop = _begin(footer, start), None if last else _begin(footer, stop)
         with open(path, "rb") as file:
@@ -439,14 +446,17 @@ def _opened(path: Path) -> io.BufferedIOBase:
     return _OPEN[compression](path, "rb")
 
 
-def _arrow(path: Path) -> pyarrow.OSFile:
-    """Opens a file for pyarrow, which cannot open a name that is not UTF-8."""
+def arrow_file(path: Path) -> pyarrow.OSFile:
+    """Opens a file for pyarrow, which cannot open a name that is not UTF-8.
+
+    Not a file of Python: threads of pyarrow that release one while the interpreter ends abort the process.
+    """
     return pyarrow.OSFile(os.fsencode(path))
 
 
 def _parquet(path: Path, source: SourceConfig, start: int, stop: int | None) -> Iterator[SourceRow | Rejected]:
     try:
-        opened = parquet.ParquetFile(_arrow(path))
+        opened = parquet.ParquetFile(arrow_file(path))
         there = opened.schema_arrow.names
     except UnicodeDecodeError:
         yield Rejected(str(path), "the name of a column is not UTF-8", "rename the column")

@@ -11,6 +11,7 @@ from pyarrow import parquet
 
 from titans_pt.config import Config
 from titans_pt.data_pipeline.answers import Answers
+from titans_pt.data_pipeline.files import arrow_file, unit_of_place
 from titans_pt.data_pipeline.indexed import IndexedDataset
 from titans_pt.data_pipeline.manifest import MANIFEST, damage, read_manifest, refuse_damage
 from titans_pt.data_pipeline.merge import REJECTED
@@ -74,7 +75,7 @@ def document_place(stream: IndexedDataset, j: int) -> dict:
         return {}
     remedy = "copy it again, or make the token files again with: titans prepare CONFIG --force"
     try:
-        with open(path, "rb") as file, parquet.ParquetFile(file) as table:
+        with arrow_file(path) as file, parquet.ParquetFile(file) as table:
             for group in range(table.num_row_groups):
                 rows = table.metadata.row_group(group).num_rows
                 if j < rows:
@@ -152,7 +153,8 @@ def _print_document(stream: IndexedDataset, j: int, ids: np.ndarray, tokenizer: 
     place = document_place(stream, j)
     where = "(format 1: no place kept)"
     if place:
-        where = one_line(f"{place['file']} row {place['row']} id {place['id'] or '-'}")
+        unit = unit_of_place(place["file"])
+        where = one_line(f"{place['file']} {unit} {place['row']} id {place['id'] or '-'}")
     text = tokenizer.decode(ids[: 4 * _EXCERPT].tolist())
     print(
         f"  document {j} of {stream.prefix.name}: {where}, {len(ids):,} tokens: "

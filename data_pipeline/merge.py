@@ -16,6 +16,7 @@ from pyarrow import parquet
 from tqdm import tqdm
 
 from titans_pt.data_pipeline import near_duplicates
+from titans_pt.data_pipeline.files import arrow_file
 from titans_pt.data_pipeline.indexed import IndexedWriter, token_dtype
 from titans_pt.data_pipeline.parts import ROW_GROUP, part_path, read_summary
 from titans_pt.data_pipeline.sources import LETTER, Part
@@ -188,7 +189,7 @@ def _summary(folder: Path, index: int) -> dict:
 
 
 def _row_groups(path: Path, columns: list[str] | None = None):
-    with open(path, "rb") as handle, parquet.ParquetFile(handle) as file:
+    with arrow_file(path) as handle, parquet.ParquetFile(handle) as file:
         for i in range(file.num_row_groups):
             yield file.read_row_group(i, columns)
 

@@ -44,7 +44,7 @@ from titans_pt.tools.tensor_files import sha256
 SCHEMA = pyarrow.schema(
     [
         ("file", pyarrow.string()),  # the file that the document is in
-        ("row", pyarrow.int64()),  # its row there; in .jsonl the byte where its line begins
+        ("row", pyarrow.int64()),  # its row there; in .jsonl and .txt the byte where it begins
         ("id", pyarrow.string()),  # from the source's id column, or empty
         ("hash", pyarrow.binary(16)),  # first half of the SHA-256 of its text, or of its ids (compares_ids)
         ("tokens", pyarrow.int32()),

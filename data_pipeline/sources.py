@@ -57,7 +57,7 @@ class Document:
         text: not empty, and valid as UTF-8; "" for kind=indexed, which has no text, and for a chat until its template
             has written it.
         id: from the source's id column; "" if there is none.
-        file, row: its place: the row's number, or in .jsonl the byte where its line begins. All strings are valid as
+        file, row: its place: the row's number, or in .jsonl and .txt the byte where it begins. All strings are valid as
             UTF-8; for a file name that is not, see :func:`titans_pt.data_pipeline.text.utf8`.
         tokens: for kind=indexed, its ids.
         pieces: for a document with answers, its text in pieces.

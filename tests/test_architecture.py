@@ -117,7 +117,7 @@ def test_everything_that_the_page_names_exists():
             or owner in CLASSES and (not member or member in public(CLASSES[owner]) | set(dir(CLASSES[owner])))
             or word in {"@MIXERS.register", "@RULES.register", "@TASKS.register", "@plans(CLASS)"}
             or word in {"__init__(config)", "out", "titans"}
-            or re.match(r"make \w+$|titans (train|plan|check|reproduce)\b|torchrun ", word)
+            or re.match(r"make \w+$|titans (train|plan|check|reproduce|export|import)\b|torchrun ", word)
             or re.match(r"task=NAME$|model\.memory\.(rule=)?NAME$", word)
             or _is_setting(word.partition("=")[0])
         )  # fmt: skip

@@ -326,7 +326,11 @@ class _Scan:
     def _closed(self, rows: Flag, own: Own, W: Weights, S: Weights, frozen: Weights) -> tuple[Weights, Weights]:
         """W and the next chunk's frozen weights, after a chunk that ended in ``rows``. own: gates of its last token."""
         whole = plus(W, self.begin) if self.to_start else W
-        whole = tuple(self.rule.closed(w, s, own) for w, s in zip(whole, S, strict=True))
+        before, whole = whole, tuple(self.rule.closed(w, s, own) for w, s in zip(whole, S, strict=True))
+        for w, closed in zip(before, whole, strict=True):
+            if getattr(closed, "shape", None) != w.shape:
+                raise TypeError(f"{type(self.rule).__name__}.closed: returned {getattr(closed, 'shape', closed)} for "
+                                f"weights {tuple(w.shape)}; must be a new tensor of their shape")  # fmt: skip
         after = minus(whole, self.begin) if self.to_start else whole
         return choose(rows, after, W), choose(rows, tuple(map(self.rule.met, whole)), frozen)
 

@@ -1,6 +1,8 @@
 import json
 
+import pyarrow
 import pytest
+from pyarrow import parquet
 
 from titans_pt import cli
 from titans_pt.data_pipeline import TokenFiles
@@ -16,10 +18,25 @@ def test_totals_lengths_and_documents(config, capsys):
     train = manifest["splits"]["train"]
     assert f"train: {train['documents']:,} documents, {train['tokens']:,} tokens" in out
     assert "dropped: 0 empty, 0 duplicate, 0 filtered, 0 rejected" in out
-    assert "document 0 of train: " in out and "corpus.jsonl row 0 id -" in out and "'Document 0 0\\n" in out
+    assert "document 0 of train: " in out and "corpus.jsonl byte 0 id -" in out and "'Document 0 0\\n" in out
     assert "train.bin: " in out and "checksum correct" in out
     histogram = out.split("; by tokens:\n")[1].split("  document ")[0]
     assert sum(int(line.split()[3].replace(",", "")) for line in histogram.splitlines()) == train["documents"]
+
+
+def test_pyarrow_opens_lists_of_documents_itself(config, monkeypatch):
+    """Threads of pyarrow that release a file of Python while the interpreter ends abort the process."""
+    opened, whole = [], parquet.ParquetFile
+
+    def spied(source, *args, **keywords):
+        opened.append(source)
+        return whole(source, *args, **keywords)
+
+    monkeypatch.setattr(parquet, "ParquetFile", spied)
+    prepare(config())
+    assert opened
+    inspect_data(config(), sample=0)
+    assert all(isinstance(source, pyarrow.NativeFile) for source in opened), opened
 
 
 def test_what_a_sample_contains(config, capsys, corpus):
@@ -39,7 +56,7 @@ def test_what_a_sample_contains(config, capsys, corpus):
         assert len(shown) == 2 + last - first
         for line, j in zip(shown[1:], range(first, last + 1), strict=True):
             place = document_place(files.train[0], j)
-            assert f"document {j} of train: {corpus} row {place['row']} " in line
+            assert f"document {j} of train: {corpus} byte {place['row']} " in line
         start, stop = found["tokens"]
         ids = files.train[0].read(max(start, files.train[0].document_starts[last]), stop)
         assert repr(files.tokenizer.decode(ids.tolist())[:100])[:-1] in shown[-1]

@@ -597,7 +597,7 @@ def test_names_and_ids_that_are_not_utf8_reach_every_file(config, tmp_path, text
     assert {row["file"] for row in rows} == {f"{tmp_path}/t\\xe9xt/caf\\xe9.jsonl"}
     assert {row["id"][0] for row in rows if row["id"]} == {"\ufffd"}
     inspect_data(made)
-    assert "t\\xe9xt/caf\\xe9.jsonl row 0 id \ufffd0" in capsys.readouterr().out
+    assert "t\\xe9xt/caf\\xe9.jsonl byte 0 id \ufffd0" in capsys.readouterr().out
     with pytest.raises(UserError, match="link.jsonl: a link to g.xf6ne, which cannot be followed"):
         prepare(made.model_copy(update={"data": made.data.model_copy(update={"bad_input": "refuse"})}), force=True)
     assert TokenFiles.open(made).manifest == manifest

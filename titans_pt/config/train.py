@@ -49,7 +49,8 @@ class TrainConfig(Section):
     decay_steps: Positive | None = None
     """schedule=wsd: steps of the decay. halving: steps between halvings. Null: a tenth of max_steps."""
     min_lr_ratio: Fraction = 0.1
-    """Learning rate at max_steps as a share of the peak; with schedule=halving, its minimum."""
+    """Learning rate at max_steps as a share of the peak; with schedule=halving, its minimum. 1: constant after
+    the warm-up."""
     warmup_steps: NonNegative = 1000
     """Steps of the linear warm-up to the peak learning rate."""
     betas: Annotated[list[Annotated[float, Field(ge=0.0, lt=1.0)]], Field(min_length=2, max_length=2)] = [0.9, 0.95]

@@ -1,7 +1,7 @@
 """Runs the evaluations of a checkpoint: results that grow line by line, then one summary, tables and plots.
 
 The task names its suites (``Task.suites``), which are imported on demand. A suite is built with (run, config), which
-raises UserError if something is missing. It has ``name``, ``loaded`` (the run), ``keys`` (one per job), and
+raises UserError if something is missing. It has ``name``, ``keys`` (one string per job), and
 
 ``measure(i) -> dict``  the record of job i;
 ``summary(records) -> dict``  figures over all records;
@@ -96,7 +96,7 @@ def evaluate(
     folder = run.results.evaluation / f"step-{run.step:08d}"
     evaluations = [_opened(task, name, run, config) for name in ([suite] if suite else task.usual)]
     for evaluation in evaluations:
-        _work(evaluation, folder, rank, world, at)
+        _work(evaluation, run, folder, rank, world, at)
 
     found = [read_records(_parts(folder, evaluation.name)) for evaluation in evaluations]
     missing = sum(key not in records for e, records in zip(evaluations, found, strict=True) for key in e.keys)
@@ -134,8 +134,8 @@ def _parts(folder: Path, name: str) -> list[Path]:
     return sorted([*folder.glob(f"{name}.jsonl"), *folder.glob(f"{name}-rank*.jsonl")])
 
 
-def _work(evaluation: Any, folder: Path, rank: int, world: int, at: Callable[[str], None]) -> None:
-    name = evaluation.name
+def _work(evaluation: Any, run: LoadedRun, folder: Path, rank: int, world: int, at: Callable[[str], None]) -> None:
+    name, origin = evaluation.name, _origin(run)
     own = folder / (f"{name}-rank{rank}.jsonl" if rank else f"{name}.jsonl")
     with RecordFile(own) as file:
         done = read_records(_parts(folder, name))
@@ -146,7 +146,7 @@ def _work(evaluation: Any, folder: Path, rank: int, world: int, at: Callable[[st
         bar = tqdm(todo, name, len(mine), initial=len(mine) - len(todo), mininterval=pause, disable=rank > 0)
         for i in bar:
             at(f"{name}, sample {i} of {len(evaluation.keys)}")
-            file.append({"key": evaluation.keys[i], **evaluation.measure(i), **_origin(evaluation.loaded)})
+            file.append({"key": evaluation.keys[i], **evaluation.measure(i), **origin})
 
 
 def _origin(run: LoadedRun) -> dict:

@@ -344,6 +344,8 @@ def _checked_input(layer: _Public, x: Tensor, d_model: int, state: Any, reset: T
     """Check that x, state and reset fit together; return the documents into which ``reset`` cuts x, None without it."""
     if x.dim() != 3 or x.shape[-1] != d_model or x.numel() == 0:
         raise UserError(f"x: given shape {tuple(x.shape)}; allowed: (B, T, {d_model}), at least one row and one token")
+    if not x.is_floating_point():
+        raise UserError(f"x: given {x.dtype}; allowed: a floating-point type: embed token ids first")
     if state is not None and not isinstance(state, layer._states):
         raise UserError(f"state: given a {type(state).__name__}; allowed: {type(layer).__name__}'s own, a "
                         f"{' or '.join(kind.__name__ for kind in layer._states)}: the second result of its previous "

@@ -33,13 +33,30 @@ def move_state(state: S, device: str | torch.device, dtype: torch.dtype | None =
         device: target of floating-point tensors. Integer tensors (offsets, positions) stay on the host, as in
             :func:`load_state`. Tensors already on the target are shared with ``state``, not copied.
         dtype: new dtype of floating-point tensors, such as torch.float64; None: each keeps its own.
+
+    Raises:
+        UserError: ``dtype`` has no fractions.
     """
+    if dtype is not None and not dtype.is_floating_point:
+        raise UserError(f"dtype: given {dtype}; allowed: a floating-point type, such as torch.float32")
     return inner.map_tensors(_checked(state), lambda tensor: inner.moved(tensor, device, dtype))
 
 
-def take_rows(state: S, index: Tensor) -> S:
-    """A copy of the state for the rows at ``index`` (n,) int64, in that order; a row may repeat."""
-    return inner.take_rows(_checked(state), index)
+def take_rows(state: S, index: Tensor | Sequence[int]) -> S:
+    """A copy of the state for the rows at ``index`` (n,) integers, in that order; a row may repeat.
+
+    Raises:
+        UserError: ``index`` is no vector of integers, or names a row that the state does not have (on a GPU
+            PyTorch reports this itself).
+    """
+    index = torch.as_tensor(index)
+    if index.dim() != 1 or index.is_floating_point() or index.is_complex() or index.dtype == torch.bool:
+        raise UserError(f"index: given {index.dtype} of shape {tuple(index.shape)}; allowed: integers (n,), the rows' "
+                        "numbers (of a mask: mask.nonzero()[:, 0])")  # fmt: skip
+    try:
+        return inner.take_rows(_checked(state), index.long())
+    except IndexError:
+        raise UserError(f"index: given {index.tolist()}; the state has no such row") from None
 
 
 def join_rows(states: Sequence[S]) -> S:

@@ -80,6 +80,9 @@ class Rule:
         for formula, sources in _FORMULAS.items():
             if sources & own.keys() and formula not in own:
                 setattr(cls, formula, getattr(Rule, formula))
+        gates = own.get("gates")
+        if isinstance(gates, dict) and not all(isinstance(gate, OwnGate) for gate in gates.values()):
+            raise TypeError(f"{cls.__name__}.gates: given {gates}; allowed: name -> OwnGate(start=...)")
 
     def __init__(self, settings: Section | None = None):
         self.settings = settings or self.Settings()
@@ -139,7 +142,13 @@ class Rule:
         with recording():
             error, v, *gates = recordable((error, v, *own))
             error = error if error.requires_grad else error.detach().requires_grad_()
-            (found,) = torch.autograd.grad(self.loss(error, v, tuple(gates)).sum(), error, create_graph=wanted)
+            loss = self.loss(error, v, tuple(gates))
+            if loss.shape != error.shape[:-1]:  # broadcasting would mix tokens
+                raise TypeError(
+                    f"{type(self).__name__}.loss: returned {tuple(loss.shape)} for errors {tuple(error.shape)}; must "
+                    f"be {tuple(error.shape[:-1])}: summed over the last dimension, each own gate with squeeze(-1)"
+                )
+            (found,) = torch.autograd.grad(loss.sum(), error, create_graph=wanted)
         return found
 
     def gradient_backward(
@@ -153,7 +162,9 @@ class Rule:
             if not found.requires_grad:
                 return torch.zeros_like(error), None, [torch.zeros_like(gate) for gate in own]
             d_error, d_v, *d_own = torch.autograd.grad(found, leaves, upstream, allow_unused=True)
-        d_own = [torch.zeros_like(gate) if d is None else d for gate, d in zip(own, d_own, strict=True)]
+        # Second derivatives of the l1 norm are ZeroTensors of PyTorch, and callers write into their gradients.
+        d_error, d_v = (None if d is None else d.clone() for d in (d_error, d_v))
+        d_own = [torch.zeros_like(gate) if d is None else d.clone() for gate, d in zip(own, d_own, strict=True)]
         return torch.zeros_like(error) if d_error is None else d_error, d_v, d_own
 
     # ---- windows of gradients, and features of keys and queries

@@ -100,6 +100,16 @@ class SmallYaad(Yaad):
         return 0.1 * super().loss(error, v, own)
 
 
+class Absolute(Rule):
+    """The l1 norm: its second derivative is zero everywhere, for which PyTorch has tensors that cannot be written."""
+
+    name = "absolute"
+    gates = {"scale": OwnGate(start=1.0)}
+
+    def loss(self, error, v, own):
+        return (own[0] * error.abs()).sum(-1)
+
+
 def given(rule, depth, seed=0, T=T, D=8, per_layer=False, channelwise=False):
     """Inputs and the rule's own gates, which are about as large as the errors: there a loss has most curvature.
     channelwise: every channel has an alpha."""
@@ -166,7 +176,12 @@ def test_an_update_without_its_coefficients_is_refused():
         type("Half", (Titans,), {"update": Aligned.update})
 
 
-@pytest.mark.parametrize("rule", [TITANS, PseudoHuber(), Aligned()], ids=lambda rule: rule.name)
+def test_gates_that_are_numbers_are_refused():
+    with pytest.raises(TypeError, match=r"Half.gates: given {'threshold': 1.0}; allowed: name -> OwnGate"):
+        type("Half", (Titans,), {"gates": {"threshold": 1.0}})
+
+
+@pytest.mark.parametrize("rule", [TITANS, PseudoHuber(), Aligned(), Absolute()], ids=lambda rule: rule.name)
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("options", [
     {"chunk_size": 5}, {"chunk_size": 16, "forget_to": "start", "save_every": 2}, {"chunk_size": 7, "stale": True},
@@ -343,10 +358,34 @@ def test_features_of_a_derived_rule_are_used():
     assert (found[0][0] - plain[0]).abs().max() > 1e-3
 
 
+class Unsummed(Rule):
+    name = "unsummed"
+
+    def loss(self, error, v, own):
+        return error.square()
+
+
+class Turned(Titans):
+    name = "turned"
+
+    def closed(self, weights, momentum, own):
+        return weights.mT
+
+
+class Clipped(Titans):
+    name = "clipped"
+
+    def closed(self, weights, momentum, own):
+        weights.clamp(-1, 1)
+
+
 @pytest.mark.parametrize("rule, message", [
+    (Unsummed, r"Unsummed.loss: returned \(.*, 8\) for errors \(.*, 8\); must be \(.*\): summed"),
+    (Turned, r"Turned.closed: returned torch.Size\(.*\) for weights .*; must be a new tensor of their shape"),
+    (Clipped, "Clipped.closed: returned None for weights"),
     (Wider, "Wider: its features of a head of 8 have a width of 16, but width says 8"),
     (Windowed, "Windowed: a window of 2 needs as many gates of its own, or shares; it has 0"),
-], ids=["features", "window"])  # fmt: skip
+], ids=["loss", "closed", "nothing", "features", "window"])  # fmt: skip
 def test_what_a_rule_forgets_is_said(rule, message, monkeypatch):
     monkeypatch.setattr(Rule, "of", lambda config: rule())
     with pytest.raises(TypeError, match=message):

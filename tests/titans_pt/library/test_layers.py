@@ -166,6 +166,7 @@ def test_a_plain_loop_trains_it(kind, autocast):
         (lambda: LMM(16, memory={"dept": 1}), "dept: unknown key (given 1); nearest known key: depth"),
         (lambda: mixer("rmt", 16), "mixer: given 'rmt', whose layers depend on each other"),
         (lambda: NeuralMemory(16)(torch.ones(2, 16)), "x: given shape (2, 16); allowed: (B, T, 16)"),
+        (lambda: LMM(16)(torch.ones(2, 3, 16).long()), "x: given torch.int64; allowed: a floating-point type"),
         (lambda: LMM(16)(torch.ones(2, 3, 8)), "x: given shape (2, 3, 8); allowed: (B, T, 16)"),
     ],
 )  # fmt: skip

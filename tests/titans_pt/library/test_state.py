@@ -77,6 +77,33 @@ def test_fork_detach_and_take_rows(layer):
     torch.testing.assert_close(layer(x[[1, 0, 1]], swapped)[0], expected[[1, 0, 1]])
 
 
+@pytest.mark.parametrize("index, message", [
+    (torch.tensor([True, False]), r"index: given torch.bool of shape \(2,\); allowed: integers \(n,\)"),
+    (torch.tensor([0.0]), "index: given torch.float32"),
+    (0, r"index: given torch.int64 of shape \(\)"),
+    ([0, 2], r"index: given \[0, 2\]; the state has no such row"),
+    ([-1], r"index: given \[-1\]; the state has no such row"),
+], ids=str)  # fmt: skip
+def test_rows_that_cannot_be_taken(layer, index, message):
+    _, state = layer(torch.randn(2, 7, 16, dtype=torch.float64))
+    with pytest.raises(UserError, match=message):
+        take_rows(state, index)
+
+
+def test_rows_are_integers_of_any_kind(layer):
+    x = torch.randn(2, 7, 16, dtype=torch.float64)
+    _, state = layer(x)
+    expected = layer(x, state)[0][1:]
+    for index in ([1], (1,), torch.tensor([1], dtype=torch.int8), torch.tensor([False, True]).nonzero()[:, 0]):
+        torch.testing.assert_close(layer(x[1:], take_rows(state, index))[0], expected)
+
+
+def test_a_state_of_integers_is_refused(layer):
+    _, state = layer(torch.randn(2, 7, 16, dtype=torch.float64))
+    with pytest.raises(UserError, match="dtype: given torch.int8; allowed: a floating-point type"):
+        move_state(state, "cpu", torch.int8)
+
+
 def test_a_state_is_saved_and_read_again(layer, tmp_path):
     x = torch.randn(2, 7, 16, dtype=torch.float64)
     _, state = layer(x)

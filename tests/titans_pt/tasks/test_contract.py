@@ -115,14 +115,14 @@ class Ahead:
     name = "ahead"
 
     def __init__(self, run, config):
-        self.loaded, self.samples = run, Waves(config.data.seq_len, 7, 0.0)
+        self.run, self.samples = run, Waves(config.data.seq_len, 7, 0.0)
         self.keys = [f"{run.identity}-{i}" for i in range(4)]
 
     @torch.no_grad()
     def measure(self, i):
         x, target = map(torch.from_numpy, self.samples.sample(i))
-        first, state = self.loaded.model(x[None, :5])
-        second, _ = self.loaded.model(x[None, 5:], state)
+        first, state = self.run.model(x[None, :5])
+        second, _ = self.run.model(x[None, 5:], state)
         return {"error": float(F.mse_loss(torch.cat([first, second], 1)[0], target))}
 
     def summary(self, records):

@@ -2,6 +2,7 @@ import pytest
 
 from titans_pt import cli
 from titans_pt.config.files import load_config
+from titans_pt.errors import UserError
 from titans_pt.tasks import TaskData
 from titans_pt.tasks.language import Language
 from titans_pt.training.epochs import epochs_text, repeated
@@ -72,6 +73,25 @@ def test_a_run_of_language_names_its_sources(tiny, prepared, tmp_path):
     assert [name.partition(" ")[0] for name in opened.sources] == ["data.sources[0]", "data.sources[1]"]
     assert [share for _, share in opened.sources.values()] == [0.75, 0.25]
     assert sum(samples for samples, _ in opened.sources.values()) == len(opened.train)
+
+
+@pytest.mark.usefixtures("one_group")
+def test_other_weights_do_not_continue(tiny, prepared, tmp_path):
+    from titans_pt.data_pipeline.prepare import prepare
+    from titans_pt.training import loop
+
+    def load(*weights):
+        path = str(prepared.parent / "text.jsonl")
+        (tmp_path / "more.jsonl").write_text("".join(f'{{"text": "{"word " * 40}{n}"}}\n' for n in range(20)))
+        sources = [{"kind": "files", "path": p, "weight": w}
+                   for p, w in zip((path, str(tmp_path / "more.jsonl")), weights, strict=True)]  # fmt: skip
+        data = {"dir": str(tmp_path / "data"), "sources": sources}
+        return load_config(tiny(data=data, train={"max_steps": 2, "warmup_steps": 0, "eval_every": 0}))
+
+    prepare(load(3, 1))
+    assert loop.train(load(3, 1)) == 0
+    with pytest.raises(UserError, match=r"data.sources: given the weights \[1.0, 1.0\], but .* with \[3.0, 1.0\]"):
+        loop.train(load(1, 1))
 
 
 def test_the_command_with_and_without_data(tiny, tmp_path, capsys):
