@@ -52,3 +52,7 @@ def test_a_task_reports_its_figures(tiny):
     assert set(found) == set(task.figures)
     logits, _ = model(ids[:, :-1])
     assert found["accuracy"] == (logits.argmax(-1) == ids[:, 1:]).float().mean()
+    more = task.after_validation(model, 1, {"loss": 2.0})
+    assert more == {"perplexity": pytest.approx(7.389, rel=1e-4)}
+    rates = [task.learning_rate(step, usual=0.5) for step in (task.config.train.warmup_steps, 400)]
+    assert rates == [0.5, task.config.train.lr * (task.config.train.warmup_steps / 400) ** 0.5]

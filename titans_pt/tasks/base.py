@@ -71,8 +71,8 @@ class Task:
     baseline_name: str = "baseline"
     """Name of :attr:`TaskData.baseline` in messages."""
     figures: ClassVar[tuple[str, ...]] = ("loss",)
-    """Figures that the objective reports for validation samples, for train.stop_when. A figure with loss in its name
-    falls in training."""
+    """Figures that the objective reports for validation samples, or :meth:`after_validation`, for train.stop_when. A
+    figure with loss in its name falls in training."""
     suites: dict[str, str] = {}
     """Evaluation suites: name -> "module:class", imported on demand (titans_pt.evaluation.runner)."""
     usual: tuple[str, ...] = ()
@@ -160,6 +160,33 @@ class Task:
         """Message for an identity entry ``key`` that differs from the checkpoint ``path``: one line that names the
         setting. The caller adds the remedy (put it back, or another run.dir)."""
         return f"{key}: {now[:12]}... is not the {key} that {path} was trained with ({was[:12]}...)"
+
+    # ---- during a training
+
+    def learning_rate(self, step: int, usual: float) -> float:
+        """Return the learning rate of optimiser step ``step`` (the first step is 1).
+
+        It may depend on the step and the settings alone: a resumed training then goes on as if undisturbed.
+
+        Args:
+            usual: the rate of train.schedule.
+        """
+        return usual
+
+    def after_validation(self, model: nn.Module, step: int, figures: dict[str, float]) -> dict[str, float]:
+        """Use the model after a validation. Return further figures by name, for the log and train.stop_when (which
+        takes those that :attr:`figures` names); rank 0's count.
+
+        Every rank calls it, with the same arguments. A model that is sharded (parallel.tensor, ZeRO 3) exchanges
+        tensors in its forward pass: all ranks must make the same calls. A resumed training may call it again for the
+        step at which it was stopped.
+
+        Args:
+            model: the one that :meth:`build_model` made, in evaluation mode; gradients are off.
+            step: number of steps taken.
+            figures: those of the objective, means over the validation samples.
+        """
+        return {}
 
     # ---- the run's folder
 

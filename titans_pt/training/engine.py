@@ -269,23 +269,27 @@ class Engine:
         """Global gradient norm of the last step, before clipping; inf for a step that was skipped."""
         return float(self._engine.get_global_grad_norm())
 
-    @torch.no_grad()
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[nn.Module]:
+        """Context in which the model is in evaluation mode and gradients are off."""
+        self._engine.eval()
+        with torch.no_grad(), self._linear_of_zero():
+            yield self.model
+        self._engine.train()
+
     def validate(self, batches: Iterable[tuple[Sequence[Tensor | None], Tensor]]) -> tuple[dict[str, float], float]:
         """This rank's (weighted sums of figures by name, sum of weights) over (batch, weight (B,)) pairs.
 
         Every rank must bring the same number of batches: under ZeRO 3 a forward pass is collective.
         """
-        self._engine.eval()
         totals: dict[str, float] = {}
         count = 0.0
-        for batch, weight in batches:
-            samples = float(weight.sum())
-            with self._linear_of_zero():
-                figures = self._engine(*batch, weight=weight)
-            for name, figure in figures.items():
-                totals[name] = totals.get(name, 0.0) + float(figure) * samples
-            count += samples
-        self._engine.train()
+        with self.reading():
+            for batch, weight in batches:
+                samples = float(weight.sum())
+                for name, figure in self._engine(*batch, weight=weight).items():
+                    totals[name] = totals.get(name, 0.0) + float(figure) * samples
+                count += samples
         return totals, count
 
     @contextlib.contextmanager

@@ -277,7 +277,7 @@ class Trainer:
         """Starts the next step: sets its learning rate and random seed."""
         train, began = self.config.train, time.perf_counter()
         self.step += 1
-        lr = learning_rate(self.step, train)
+        lr = self.task.learning_rate(self.step, learning_rate(self.step, train))
         self.engine.set_lr(lr)
         self.engine.backbone.set_progress(self.step / train.max_steps)
         # The seed is a function of the step, so that checkpoints need no random state.
@@ -407,7 +407,12 @@ class Trainer:
         batches = self._validation_batches(samples, min(self.config.train.eval_samples, len(samples)))
         totals, count = self.engine.validate(batches)
         *sums, count = self.ranks.sum([*totals.values(), count])
-        figures = {f"validation_{name}": total / count for name, total in zip(totals, sums, strict=True)}
+        means = {name: total / count for name, total in zip(totals, sums, strict=True)}
+        self.watch.at(f"after_validation of task={self.task.name}, step {self.step}")
+        with self.engine.reading() as model:
+            own = self.task.after_validation(model, self.step, dict(means))
+        means |= self.ranks.on_first(lambda: own)
+        figures = {f"validation_{name}": mean for name, mean in means.items()}
         self._note_validation(figures, self.step)
         if self._due and not self.nonfinite_in_a_row:  # a non-finite step has no checkpoint that could be the best
             self.patience.note(self.step, figures["validation_loss"])

@@ -254,8 +254,9 @@ def _tell_schedule(old: dict, config: Config, step: int, task: Task):
         if getattr(now, key) != getattr(was, key)
     ]
     if changed:
+        rates = (task.learning_rate(step, learning_rate(step, train)) for train in (now, was))
         log.warning("another schedule (%s): the learning rate of step %d is %.3g, with the former settings it would be "
-                    "%.3g", "; ".join(changed), step, learning_rate(step, now), learning_rate(step, was))  # fmt: skip
+                    "%.3g", "; ".join(changed), step, *rates)  # fmt: skip
     if was.max_steps != now.max_steps and hasattr(task.settings, "lengths"):
         parts = [f"{min(1.0, (step - 1) / steps):.0%}" for steps in (now.max_steps, was.max_steps)]
         log.warning("the stages of %s.lengths are parts of train.max_steps: step %d begins after %s of them, with the "

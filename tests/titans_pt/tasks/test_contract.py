@@ -27,6 +27,7 @@ from titans_pt.tasks.base import TASKS, Task, TaskData, nan_unless_finite, with_
 from titans_pt.training import loop
 from titans_pt.training.metrics import read_metrics
 from titans_pt.training.plan import make_plan
+from titans_pt.training.schedule import learning_rate
 
 HERE = ".".join(Path(__file__).with_suffix("").parts[-4:])  # tests.titans_pt.tasks.test_contract
 
@@ -88,6 +89,7 @@ class SquaredError(nn.Module):
 class WaveTask(Task):
     name = "waves"
     unit = "squared error"
+    figures = ("loss", "mae", "phase")
     suites = {"ahead": f"{HERE}:Ahead"}
     usual = ("ahead",)
 
@@ -107,6 +109,14 @@ class WaveTask(Task):
     def open(self):
         samples = [Waves(self.config.data.seq_len, seed, self.settings.noise) for seed in (self.config.run.seed, 2**31)]
         return TaskData(*samples, {"noise": str(self.settings.noise)}, baseline=1.0)
+
+    def learning_rate(self, step, usual):
+        return usual / 2 if step % 2 else usual
+
+    def after_validation(self, model, step, figures):
+        assert not model.training and not torch.is_grad_enabled()
+        x, target = map(torch.from_numpy, Waves(self.config.data.seq_len, 8, 0.0).sample(0))
+        return {"phase": float(F.mse_loss(model(x[None])[0][0], target)) / figures["loss"]}
 
 
 class Ahead:
@@ -156,21 +166,38 @@ def test_its_settings_and_its_plan(config):
     assert plan.bytes["activations"] > 0 and "logits" not in plan.bytes
 
 
+@pytest.mark.usefixtures("one_group")
+def test_a_figure_of_its_own_ends_the_training(config, tmp_path):
+    ended = ["train.stop_when=phase <= 100", f"run.dir={tmp_path / 'run'}", "train.max_steps=20"]
+    assert loop.train(load_config(config, ended)) == 0
+    found = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert [r["step"] for r in found if r["kind"] == "validation"] == [5] and found[-1]["step"] == 5
+
+
 @pytest.mark.thorough
 def test_it_trains_resumes_and_is_evaluated(config, tmp_path, capsys, ranks, monkeypatch):
     """10 steps at once, or 5 and 5: the same weights, bit for bit. Under two tensor ranks: the same losses."""
     run_jobs(1, config, tmp_path, {"whole": [], "parts@1": ["train.stop_at=5"], "parts@2": []})
-    run_jobs(2, config, tmp_path, {"tensor": ["parallel.tensor=2"], "data": ["parallel.zero_stage=2"]})
+    layouts = {"tensor": ["parallel.tensor=2"], "data": ["parallel.zero_stage=2"], "sharded": ["parallel.zero_stage=3"]}
+    run_jobs(2, config, tmp_path, layouts)
     for name in (checkpoints.MODEL, checkpoints.OPTIMIZER):
         whole, parts = (tmp_path / run / "checkpoints" / "step-00000010" / name for run in ("whole", "parts"))
         assert whole.read_bytes() == parts.read_bytes()
-    curves = {name: curve(tmp_path / name, "loss", "grad_norm") for name in ("whole", "parts", "tensor", "data")}
+    curves = {name: curve(tmp_path / name, "loss", "grad_norm") for name in ("whole", "parts", *layouts)}
     assert curves["parts"] == curves["whole"] and curves["whole"][-1][1] < curves["whole"][0][1]
-    for name in ("tensor", "data"):
+    records = {name: read_metrics(tmp_path / name / "metrics.jsonl") for name in ("whole", *layouts)}
+    kinds = {name: {kind: [r for r in found if r["kind"] == kind] for kind in ("train", "validation")}
+             for name, found in records.items()}  # fmt: skip
+    whole = kinds["whole"]["validation"]
+    assert [r["step"] for r in whole] == [5, 10] and all(r["validation_mae"] > 0 for r in whole)
+    for name in layouts:
         for a, b in zip(curves["whole"], curves[name], strict=True):
             assert b == pytest.approx(a, rel=1e-4)
-    validations = [r for r in read_metrics(tmp_path / "whole" / "metrics.jsonl") if r["kind"] == "validation"]
-    assert [r["step"] for r in validations] == [5, 10] and all(r["validation_mae"] > 0 for r in validations)
+        for a, b in zip(whole, kinds[name]["validation"], strict=True):
+            assert b["validation_phase"] == pytest.approx(a["validation_phase"], rel=1e-4)
+    train = load_config(tmp_path / "whole" / "config.yaml").train
+    rates = [learning_rate(step, train) / (2 if step % 2 else 1) for step in range(1, 11)]
+    assert [r["lr"] for r in kinds["whole"]["train"]] == pytest.approx(rates)
     assert load_run(tmp_path / "whole").task.name == "waves"
 
     run = str(tmp_path / "whole")
