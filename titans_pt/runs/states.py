@@ -186,7 +186,8 @@ def _ours(module: str) -> bool:
     package = module.partition(".")[0]
     if package in {_PACKAGE, *(mixer.__module__.partition(".")[0] for mixer in MIXERS)}:
         return True
-    return package == module and _folder(module) in {_folder(m.__module__) for m in MIXERS if "." not in m.__module__}
+    folder = _folder(module) if package == module else None
+    return folder is not None and folder in {_folder(m.__module__) for m in MIXERS if "." not in m.__module__}
 
 
 def _folder(module: str) -> Path | None:

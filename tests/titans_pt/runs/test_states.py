@@ -172,6 +172,14 @@ def test_what_cannot_be_saved_leaves_the_old_file(tmp_path):
     assert load_state(path) == [1] and list(tmp_path.iterdir()) == [path]
 
 
+def test_a_mixer_without_a_file_vouches_for_no_other_module(monkeypatch):
+    """A mixer that a program makes by itself has no folder, and neither has a module that is not loaded."""
+    made = type("Made", (), {"__module__": "made"})
+    monkeypatch.setattr(states, "MIXERS", [*states.MIXERS, made])
+    with pytest.raises(TypeError, match="elsewhere.Foreign: not a class of titans_pt or of a mixer's package"):
+        save_state(Foreign(1), "unwritten")
+
+
 def test_a_full_disk_leaves_the_old_file(tmp_path, monkeypatch):
     path = tmp_path / "state"
     save_state([1], path)
