@@ -94,11 +94,44 @@ def unknown_key(path: str, given: Any, known: list[str], flat: bool = False) -> 
         return f"{path}: a key with dots is for the command line; write it in the file as {tree}"
     parent, _, leaf = path.rpartition(".")
     siblings = [p for p in known if p.rpartition(".")[0] == parent]
-    near = (
-        [p for p in known if p.rpartition(".")[2] == leaf]  # the right name in the wrong section
-        or difflib.get_close_matches(path, siblings, n=1)
-        or difflib.get_close_matches(path, known, n=1, cutoff=0.0)
-    )
-    if not near:
-        return f"{path}: unknown key (given {_short(given)}); {parent or 'this section'} has no settings of its own"
-    return f"{path}: unknown key (given {_short(given)}); nearest known key: {near[0]}"
+    here = {p.rpartition(".")[2]: p for p in siblings}
+    anywhere = {p.rpartition(".")[2]: p for p in reversed(known)} | here
+    near = anywhere.get(leaf)  # the right name in the wrong section
+    if near is None and NAMES_ELSEWHERE.get(leaf) in known:
+        near = NAMES_ELSEWHERE[leaf]
+    for names, cutoff in ((here, 0.6), (anywhere, 0.75)):
+        if near is None and (found := difflib.get_close_matches(leaf, list(names), n=1, cutoff=cutoff)):
+            near = names[found[0]]
+    unknown = f"{path}: unknown key (given {_short(given)})"
+    if near:
+        return f"{unknown}; nearest known key: {near}"
+    if not here:
+        return f"{unknown}; {parent or 'this section'} has no settings of its own"
+    return f"{unknown}; {parent or 'the config'} has {', '.join(here)}"
+
+
+NAMES_ELSEWHERE = {
+    **dict.fromkeys(("learning_rate", "max_lr"), "train.lr"),
+    **dict.fromkeys(("batch_size", "global_batch_size", "gradient_accumulation_steps"), "train.batch_tokens"),
+    **dict.fromkeys(("micro_batch_size", "per_device_train_batch_size"), "train.micro_batch"),
+    **dict.fromkeys(("steps", "max_iters", "train_iters", "num_train_epochs", "epochs"), "train.max_steps"),
+    **dict.fromkeys(("warmup", "warmup_ratio", "warmup_iters"), "train.warmup_steps"),
+    **dict.fromkeys(("grad_clip", "clip_grad", "max_grad_norm", "gradient_clipping"), "train.clip"),
+    **dict.fromkeys(("lr_scheduler", "lr_scheduler_type", "lr_decay_style", "scheduler"), "train.schedule"),
+    **dict.fromkeys(("save_steps", "save_interval", "checkpoint_interval"), "train.checkpoint_every"),
+    **dict.fromkeys(("eval_steps", "eval_interval"), "train.eval_every"),
+    **dict.fromkeys(("logging_steps", "log_interval"), "train.log_every"),
+    **dict.fromkeys(("dtype", "torch_dtype", "bf16", "fp16"), "train.precision"),
+    **dict.fromkeys(("gradient_checkpointing", "recompute"), "train.activation_checkpointing"),
+    **dict.fromkeys(("hidden_size", "dim", "n_embd"), "model.d_model"),
+    **dict.fromkeys(("num_layers", "num_hidden_layers", "n_layer"), "model.n_layers"),
+    **dict.fromkeys(("num_heads", "num_attention_heads", "n_head"), "model.n_heads"),
+    **dict.fromkeys(("intermediate_size", "ffn_hidden_size", "d_ff"), "model.mlp_hidden"),
+    **dict.fromkeys(("sliding_window", "window_size"), "model.window"),
+    **dict.fromkeys(("seq_length", "sequence_length", "max_seq_len", "block_size"), "data.seq_len"),
+    **dict.fromkeys(("tensor_model_parallel_size", "tensor_parallel", "tp", "tp_size"), "parallel.tensor"),
+    **dict.fromkeys(("context_parallel_size", "context_parallel", "cp", "cp_size"), "parallel.context"),
+    **dict.fromkeys(("stage", "zero"), "parallel.zero_stage"),
+    **dict.fromkeys(("output_dir", "save_dir", "out_dir", "save"), "run.dir"),
+}
+"""Name in other trainers -> the setting here."""

@@ -316,8 +316,9 @@ def _model_config(
                             f"rule's as memory={{'rule': {name!r}, {name!r}: {{{key!r}: {value!r}}}}}")  # fmt: skip
         if not path:
             known = sorted(set().union(*sections.values()) | {"d_model", "n_heads"})
-            (near,) = difflib.get_close_matches(key, known, n=1, cutoff=0.0)
-            raise UserError(f"{caller}: unknown keyword {key!r} (given {value!r}); nearest allowed keyword: {near}")
+            near = difflib.get_close_matches(key, known, n=1)
+            remedy = f"nearest allowed keyword: {near[0]}" if near else f"allowed: {', '.join(known)}"
+            raise UserError(f"{caller}: unknown keyword {key!r} (given {value!r}); {remedy}")
         place = tree
         for name in path.split(".")[1:]:
             place = place.setdefault(name, {})

@@ -6,6 +6,7 @@ from titans_pt import cli
 from titans_pt.config import Config, config_hash
 from titans_pt.config.checks import checked
 from titans_pt.config.files import CONFIGS, explained, load_config
+from titans_pt.config.words import NAMES_ELSEWHERE, known_paths
 from titans_pt.config.yaml import resolved_yaml
 from titans_pt.errors import UserError
 
@@ -52,7 +53,10 @@ def test_the_resolved_tree_gives_itself_back(file):
 
 
 @pytest.mark.parametrize(("text", "overrides", "message"), [
-    ("train: {learning_rate: 1}", [], r"train.learning_rate: unknown key \(given 1\); nearest known key: train"),
+    ("train: {learning_rate: 1}", [], r"train.learning_rate: unknown key \(given 1\); nearest known key: train.lr$"),
+    ("num_hidden_layers: 12", [], "num_hidden_layers: unknown key .*nearest known key: model.n_layers$"),
+    ("", ["train.optimizer=muon"], "train.optimizer: unknown key .*; train has max_steps, .*, max_nonfinite"),
+    ("", ["parallel.seq_len=8"], "parallel.seq_len: unknown key .*nearest known key: data.seq_len$"),
     ("lr: 1", [], "lr: unknown key .*nearest known key: train.lr"),
     ("train: {max_steps: '10'}", [], "train.max_steps: given '10'; allowed: .*integer"),
     ("train: {max_steps: 0}", [], "train.max_steps: given 0; allowed: greater than or equal to 1"),
@@ -196,3 +200,10 @@ def test_the_schema_needs_no_config(capsys):
     assert cli.run(["config"]) == 2
     assert "Missing argument 'CONFIG'" in capsys.readouterr().err
     assert cli.run(["config", "quickstart", "train.lr=x"]) == 2
+
+
+def test_names_of_other_trainers_lead_to_settings():
+    known = known_paths()
+    own = {path.rpartition(".")[2] for path in known}
+    for name, setting in NAMES_ELSEWHERE.items():
+        assert setting in known and name not in own, name
