@@ -11,6 +11,7 @@ from titans_pt.config import MemoryConfig, ModelConfig
 from titans_pt.inspection.promises import LEAST, enough, promises
 from titans_pt.kernels.memory.rules import RULES
 from titans_pt.kernels.memory.rules.yaad import Yaad
+from titans_pt.layers.flops import product
 from titans_pt.models.mixers.base import MIXERS, Mixer
 
 HERE = ".".join(Path(__file__).with_suffix("").parts[-3:])  # tests.titans_pt.test_promises
@@ -22,7 +23,10 @@ OWN = {
     "ttt_linear": {"ttt_linear": {"head_width": 8}}, "ttt_mlp": {"ttt_mlp": {"head_width": 8}},
     "linear_attention": {"linear_attention": {"head_width": 8}},
 }  # fmt: skip
-PROMISES = ("no token sees", "a row sees", "a sequence that is cut", "rows of a state", "a document", "every parameter")
+PROMISES = (
+    "no token sees", "a row sees", "a sequence that is cut", "rows of a state", "a document", "every parameter",
+    "inputs in bf16", "its FLOPs",
+)  # fmt: skip
 
 
 class Broken(Mixer):
@@ -33,7 +37,7 @@ class Broken(Mixer):
         self.out = nn.Linear(config.d_model, config.d_model)
 
     def flops(self, length):
-        raise NotImplementedError
+        return 2 * product(self.out.in_features, self.out.out_features)
 
 
 @MIXERS.register
@@ -80,6 +84,17 @@ class Infinite(Broken):
         return self.out(x / 0), None
 
 
+@MIXERS.register
+class Plain(Broken):
+    """Outputs in fp32, and FLOPs that nobody counted."""
+
+    name = "plain"
+    flops = Mixer.flops
+
+    def forward(self, x, state=None, documents=None):
+        return self.out(x).to(torch.promote_types(x.dtype, torch.float32)), torch.zeros(len(x))
+
+
 @RULES.register
 class WrongFormula(Yaad):
     """The gradient's formula is that of a loss half as large."""
@@ -100,8 +115,8 @@ def outcomes(mixer, tokens=29, **changes):
 @pytest.mark.parametrize("mixer", MIXERS.built_in())
 def test_built_in_mixers_keep_all(mixer):
     found = outcomes(mixer)
-    assert [promise.text.startswith(text) for promise, text in zip(found[:6], PROMISES, strict=True)] == [True] * 6
-    assert len(found) == 6 + (mixer in ("lmm", "mac", "mag", "mal", "mab"))
+    assert [promise.text.startswith(text) for promise, text in zip(found[:8], PROMISES, strict=True)] == [True] * 8
+    assert len(found) == 8 + (mixer in ("lmm", "mac", "mag", "mal", "mab"))
     assert all(promise.kept for promise in found), [promise.line() for promise in found if not promise.kept]
 
 
@@ -115,7 +130,8 @@ BREAKS = {
     "future": {0, 2, 3, 4},  # a cut changes which tokens are there
     "crowd": {1, 3, 4},  # documents are compared with rows that are alone
     "sum": {2, 3, 4, 5},
-    "infinite": {0, 1, 2, 3, 4, 5},
+    "infinite": {0, 1, 2, 3, 4, 5, 6},
+    "plain": {6, 7},
 }
 
 
@@ -147,7 +163,7 @@ def test_the_command(tiny, capsys):
     words = [str(tiny()), f"run.imports=[{HERE}]", "model.n_layers=2"]
     assert cli.run(["check", *words, "model.mixers=[swa,lmm]", "--tokens", "9"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 15
+    assert len(lines) == 19
     assert lines[:14:7] == ["swa: 2 blocks, 9 tokens", "lmm: 2 blocks, 9 tokens, memory rule titans"]
     assert cli.run(["check", *words, "model.mixers=[swa,crowd]", "--tokens", "9"]) == 2
     out, err = capsys.readouterr()

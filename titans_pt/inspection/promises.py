@@ -2,6 +2,7 @@
 nothing, documents see nothing before them, a memory's fast form equals its definition. For mixers and rules of one's
 own before they are trained."""
 
+import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -147,6 +148,8 @@ def promises(config: ModelConfig, tokens: int, seed: int = 0) -> Iterator[Promis
     ):
         yield _kept(text, torch.no_grad()(check))  # not around yield: the caller would run without gradients
     yield _kept("every parameter has a finite gradient", lambda: _gradients(blocks, x))
+    yield _kept("inputs in bf16 give finite outputs in bf16", lambda: _in_bf16(blocks, x))
+    yield _kept("its FLOPs are counted, for plans and logs", lambda: _flops(blocks, tokens))
     if memories := [module for module in blocks.modules() if isinstance(module, NeuralMemory)]:
         text = "the memory equals its definition, token by token, with all gradients"
         yield _kept(text, lambda: _definition(blocks, memories, x[:, : CHUNKS * config.memory.chunk_size + 1]))
@@ -184,6 +187,37 @@ def _gradients(blocks: Backbone, x: Tensor) -> float:
         raise ValueError(f"{len(missing)} have none, such as {missing[0]}")
     finite = all(bool(p.grad.isfinite().all()) for p in blocks.parameters() if p.grad is not None)
     return 0.0 if finite else float("nan")
+
+
+def _in_bf16(blocks: Backbone, x: Tensor) -> float:
+    """0, or NaN if an output is not finite.
+
+    Raises:
+        TypeError: a mixer returns another type, which the weights after it do not take.
+    """
+
+    def check(_mixer: Any, _given: Any, found: tuple[Tensor, Any]):
+        if found[0].dtype != torch.bfloat16:
+            raise TypeError(f"given torch.bfloat16, the mixer returns {found[0].dtype}; cast it to x.dtype")
+
+    blocks = copy.deepcopy(blocks).bfloat16()
+    for mixer in blocks.mixers:
+        mixer.register_forward_hook(check)
+    with torch.no_grad():
+        return 0.0 if bool(blocks(x.bfloat16())[0].isfinite().all()) else float("nan")
+
+
+def _flops(blocks: Backbone, tokens: int) -> float:
+    """0: they are counted.
+
+    Raises:
+        TypeError: they are not.
+    """
+    try:
+        blocks.flops(tokens)
+    except NotImplementedError:
+        raise TypeError("define flops(length)") from None
+    return 0.0
 
 
 def _definition(blocks: Backbone, memories: list[NeuralMemory], x: Tensor) -> float:
