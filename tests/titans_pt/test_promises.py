@@ -164,7 +164,7 @@ def test_the_command(tiny, capsys):
     assert cli.run(["check", *words, "model.mixers=[swa,lmm]", "--tokens", "9"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 19
-    assert lines[:14:7] == ["swa: 2 blocks, 9 tokens", "lmm: 2 blocks, 9 tokens, memory rule titans"]
+    assert lines[:18:9] == ["swa: 2 blocks, 9 tokens", "lmm: 2 blocks, 9 tokens, memory rule titans"]
     assert cli.run(["check", *words, "model.mixers=[swa,crowd]", "--tokens", "9"]) == 2
     out, err = capsys.readouterr()
     assert "BROKEN  a row sees no other row" in out
