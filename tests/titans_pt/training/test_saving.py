@@ -345,7 +345,7 @@ def test_ranks_of_data_draw_numbers_of_their_own():
         train = TrainConfig(max_steps=10)
         trainer = SimpleNamespace(
             config=SimpleNamespace(train=train, run=SimpleNamespace(seed=3)), step=step - 1, engine=engine,
-            last_step=10,
+            last_step=10, task=SimpleNamespace(learning_rate=lambda step, usual: usual),
             spikes=SimpleNamespace(limit=1.0), ranks=SimpleNamespace(device=torch.device("cpu")),
         )  # fmt: skip
         loop.Trainer._begin(trainer)
