@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from titans_pt.library.titan import Reading, Titan
     from titans_pt.models.backbone import parameter_groups
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 _PUBLIC = {
     "LMM": "titans_pt.library.layers",
