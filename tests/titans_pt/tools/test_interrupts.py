@@ -24,7 +24,15 @@ def interrupted(folder, module: str, text: str, *words: str) -> subprocess.Compl
     """Run a program of ours that finds ``text`` as ``module``."""
     (folder / f"{module}.py").write_text(text)
     environment = ENVIRONMENT | {"PYTHONPATH": f"{folder}:{ROOT}"}
-    return subprocess.run([sys.executable, "-m", *words], env=environment, capture_output=True, text=True, timeout=60)
+    return subprocess.run(
+        [sys.executable, "-m", *words], env=environment, capture_output=True, text=True, timeout=60,
+        preexec_fn=_heeds_interrupts,
+    )  # fmt: skip
+
+
+def _heeds_interrupts():
+    """Shells start background jobs, such as the whole suite, with Ctrl-C ignored, and children inherit that."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 @pytest.mark.parametrize(("module", "words"), [
