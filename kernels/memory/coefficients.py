@@ -43,12 +43,12 @@ class Coefficients:
 
     def after(self, x: Tensor, g: Tensor, W: Tensor, S: Tensor) -> tuple[Tensor, Tensor]:
         """W and S after the block; arguments as in :meth:`seen`."""
-        end = Ends.of(self)
-        return end.a * W + end.b * S - x.mT @ self.written(g), end.m * S - x.mT @ (end.e * g)
+        a, b = self.A[..., -1:, :], self.B[..., -1:, :]
+        return a * W + b * S - x.mT @ self.written(g), self.m * S - x.mT @ (self.e * g)
 
     def written(self, g: Tensor) -> Tensor:
         """Factor of each token beside its x in the sum that the last M loses, (N, c, d_out)."""
-        return Ends.of(self).p * g
+        return self.mix[..., -1, :, None] * g
 
 
 @dataclass

@@ -93,8 +93,7 @@ def unknown_key(path: str, given: Any, known: list[str], flat: bool = False) -> 
         tree = f"{': {'.join([*sections, key])}: {_short(given)}{'}' * len(sections)}"
         return f"{path}: a key with dots is for the command line; write it in the file as {tree}"
     parent, _, leaf = path.rpartition(".")
-    siblings = [p for p in known if p.rpartition(".")[0] == parent]
-    here = {p.rpartition(".")[2]: p for p in siblings}
+    here = {p.rpartition(".")[2]: p for p in known if p.rpartition(".")[0] == parent}
     anywhere = {p.rpartition(".")[2]: p for p in reversed(known)} | here
     near = anywhere.get(leaf)  # the right name in the wrong section
     if near is None and NAMES_ELSEWHERE.get(leaf) in known:

@@ -193,14 +193,14 @@ def check_resumable(
             f"train.trainable: given {now}, but {path} was trained with {was}, and has the optimiser's state "
             "of those alone; put it back, or start another run.dir from its weights (train.init_from)"
         )
-    weights = [[source.get("weight") for source in tree["data"]["sources"]] for tree in (old, new)]
     for key, now in identity.items():
         if (was := state.identity.get(key, now)) != now:  # earlier versions did not write all keys
             for own, before, given in differences(old.get(task.name, {}), new.get(task.name, {})):
                 raise UserError(f"{task.name}.{own}: given {given!r}, but {path} was trained with {before!r}; {remedy}")
-            if key == "data" and weights[0] != weights[1] and len(weights[0]) == len(weights[1]):
-                raise UserError(f"data.sources: given the weights {weights[1]}, but {path} was trained with "
-                                f"{weights[0]}, so samples would be repeated or left out; {remedy}")  # fmt: skip
+            before, given = ([source.get("weight") for source in tree["data"]["sources"]] for tree in (old, new))
+            if key == "data" and before != given and len(before) == len(given):
+                raise UserError(f"data.sources: given the weights {given}, but {path} was trained with "
+                                f"{before}, so samples would be repeated or left out; {remedy}")  # fmt: skip
             raise UserError(f"{task.differs(key, path, was, now)}; {remedy}")
     _tell_schedule(old, config, state.step + 1, task)
     for key, was, now in differences(old, new):
