@@ -2,7 +2,7 @@
 
     checkpoints/step-00000020/
         model.safetensors       fp32 master weights by plain parameter name
-        optimizer.safetensors   exp_avg.NAME and exp_avg_sq.NAME, fp32
+        optimizer.safetensors   the optimiser's state by torch's names, fp32: exp_avg.NAME, exp_avg_sq.NAME for AdamW
         trainer.json            step, position in the data, counters, hashes, the settings
         manifest.json           size and SHA-256 of each file above; written last
 
@@ -39,8 +39,6 @@ _KNOWN_AS = "known as"
 """Entry of manifest.json: the hash that a merged checkpoint had before it was merged."""
 WEIGHT = "weight"
 """The kind of a tensor that is a parameter."""
-MOMENTS = ("exp_avg", "exp_avg_sq")
-"""The kinds of Adam's state for a parameter, by torch's names."""
 MODEL, OPTIMIZER, TRAINER, MANIFEST = "model.safetensors", "optimizer.safetensors", "trainer.json", "manifest.json"
 _NAME = re.compile(r"step-(\d{8,})")
 T = TypeVar("T")
@@ -72,7 +70,7 @@ class TrainerState:
     samples: int
     """Training samples consumed: the position in the data."""
     adam_step: int
-    """Updates applied: Adam's bias-correction count."""
+    """Updates applied, the optimiser's step count (for example, of Adam's bias correction)."""
     nonfinite: int
     """Number of steps skipped because the loss or a gradient was not finite."""
     nonfinite_in_a_row: int
@@ -333,7 +331,7 @@ def checkpoint_hash(path: Path) -> str:
 class Tensors:
     """The tensors of a checkpoint, whole or in shards: ``with Tensors(path) as tensors: tensors.get("weight", name)``.
 
-    A tensor is read on request. kind: "weight", "exp_avg", "exp_avg_sq".
+    A tensor is read on request. kind: "weight", or one of :meth:`moments`.
     """
 
     def __init__(self, path: Path):
@@ -360,11 +358,14 @@ class Tensors:
             return {name: cut.shape for name, cut in self._shards.tensors.items()}
         return {name: tuple(self._model.get_slice(name).get_shape()) for name in self._model.keys()}  # noqa: SIM118
 
-    def holds(self, kind: str, name: str) -> bool:
-        """Whether the checkpoint has the tensor; frozen parameters have no moments."""
-        if self._shards:
-            return self._shards.holds(kind, name)
-        return name in self._model.keys() if kind == WEIGHT else f"{kind}.{name}" in self._optimizer.keys()  # noqa: SIM118
+    def moments(self) -> dict[str, tuple[str, ...]]:
+        """Kinds of the optimiser's state that the checkpoint has for each parameter; () for a frozen one."""
+        found: dict[str, list[str]] = {name: [] for name in self.shapes()}
+        for key in self._shards.keys() if self._shards else self._optimizer.keys():
+            kind, _, name = key.partition(".")
+            if kind != WEIGHT:
+                found[name].append(kind)
+        return {name: tuple(sorted(kinds)) for name, kinds in found.items()}
 
     def get(self, kind: str, name: str) -> Tensor:
         """The whole tensor, fp32."""

@@ -115,10 +115,10 @@ class ShardReader:
     def __exit__(self, *error):
         self._stack.close()
 
-    def holds(self, kind: str, name: str) -> bool:
-        """Whether the shards have a tensor of this kind."""
-        places = (path for part in range(self.tensors[name].parts) for _, path in self._places[name, part])
-        return any(f"{kind}.{name}" in self._open(path).keys() for path in places)  # noqa: SIM118
+    def keys(self) -> set[str]:
+        """KIND.NAME of every tensor that the shards have."""
+        paths = {path for places in self._places.values() for _, path in places}
+        return {key for path in paths for key in self._open(path).keys()}  # noqa: SIM118
 
     def whole(self, kind: str, name: str) -> Tensor:
         """The whole tensor, fp32."""

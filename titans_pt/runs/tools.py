@@ -93,9 +93,8 @@ def merge_run(run: str, step: int | None):
         with checkpoints.Tensors(path) as tensors:
             weights = {name: tensors.get(checkpoints.WEIGHT, name) for name in tensors.shapes()}
             moments = {
-                f"{kind}.{name}": tensors.get(kind, name)
-                for kind in checkpoints.MOMENTS for name in weights if tensors.holds(kind, name)
-            }  # fmt: skip
+                f"{kind}.{name}": tensors.get(kind, name) for name, kinds in tensors.moments().items() for kind in kinds
+            }
         state, before = checkpoints.read_state(path), checkpoints.checkpoint_hash(path)
         checkpoints.save(folder.checkpoints, weights, moments, state, known_as=before)
         print(f"{path}: whole tensors now")

@@ -2,7 +2,7 @@
 
 This is the only file that knows DeepSpeed. Only a few short methods use DeepSpeed's private names:
 
-- _flat_masters, _create_optimizer_state and _set_adam_step restore the state of torch's optimizer;
+- _flat_masters, _create_optimizer_state and _set_step restore the state of torch's optimizer;
 - _own, _fragment and _put read and write a rank's part of that state;
 - _one_optimizer_for_all_stages sums gradients in fp32;
 - _linear_of_zero keeps DeepSpeed's F.linear out of the rest of the process.
@@ -19,11 +19,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titans_pt.config import Config, TrainConfig
+from titans_pt.config import Config
 from titans_pt.errors import UserError
-from titans_pt.models.backbone import check_packages, parameter_groups
+from titans_pt.models.backbone import check_packages
 from titans_pt.parallel import Context, TensorParallel, Topology
-from titans_pt.runs.checkpoints import MOMENTS, WEIGHT, Tensors
+from titans_pt.runs.checkpoints import WEIGHT, Tensors
 from titans_pt.runs.shards import Whole
 from titans_pt.tasks import Task
 from titans_pt.tasks.base import backbone_of
@@ -111,7 +111,7 @@ def deepspeed_config(config: Config, micro_batch: int, accumulation: int, own: i
         "bf16": {"enabled": config.train.precision == "bf16"},
         "zero_optimization": {key: value for key, value in zero.items() if value is not None},
         "communication_data_type": "fp32" if parallel.reduce_fp32 else None,
-        "zero_allow_untested_optimizer": True,  # torch's own AdamW: nothing is compiled
+        "zero_allow_untested_optimizer": True,  # torch's AdamW, or a task's optimiser: nothing is compiled
         "data_types": {"grad_accum_dtype": "fp32" if sums_in_fp32(config, accumulation) else None},
         "steps_per_print": None,
         "timers": {"throughput": {"enabled": False}},  # it waits for the GPU twice in every micro-batch
@@ -134,18 +134,6 @@ def compiles(config: Config, device: torch.device) -> bool:
     return config.train.compile
 
 
-def adamw(model: nn.Module, train: TrainConfig, device: torch.device) -> torch.optim.AdamW:
-    """The optimiser of ``model``, whose masters will be on ``device``.
-
-    On a GPU one kernel reads and writes weights and moments once. PyTorch's default there makes a dozen passes over
-    them, and a temporary tensor of a moment's size.
-    """
-    return torch.optim.AdamW(
-        parameter_groups(model, train.weight_decay), lr=train.lr, betas=(train.betas[0], train.betas[1]),
-        eps=train.eps, fused=True if device.type == "cuda" else None,
-    )  # fmt: skip
-
-
 class ModelParallelUnit:
     """The grid of ranks in DeepSpeed's interface ("mpu"): ZeRO shards over replicas, norms sum over tensor ranks.
 
@@ -163,10 +151,10 @@ class ModelParallelUnit:
 
 
 class Engine:
-    """A model under tensor parallelism and ZeRO 1, 2 or 3, with its AdamW.
+    """A model under tensor parallelism and ZeRO 1, 2 or 3, with its optimiser.
 
     Args:
-        task: provides the objective; the engine reads its settings train, data and parallel.
+        task: provides the objective and the optimiser; the engine reads its settings train, data and parallel.
         model: fp32, with the same weights on every rank; the engine takes it over and cuts it to the rank's part.
         ranks: the process group, already initialised.
     """
@@ -180,6 +168,7 @@ class Engine:
         self.micro_batch, self.accumulation = local_batch(config, self.topology.data.size)
         check_node_ranks(config, ranks.world_size)
         self.parameters = sum(p.numel() for p in model.parameters())
+        self._task = task.name
         self.split = TensorParallel(model, self.topology.tensor, config.parallel.sequence)
         self._patterns = config.train.trainable
         freeze(model, self._patterns)  # after the cut, which puts hooks on gradients
@@ -198,7 +187,7 @@ class Engine:
             p.tensor_model_parallel = name in self.split.dims  # else DeepSpeed's norm counts only one rank's
         # bf16 training casts the module before DeepSpeed copies its fp32 masters from it: keep the exact weights.
         weights = {name: p.detach().cpu().clone() for name, p in model.named_parameters()}
-        optimizer = adamw(model, config.train, ranks.device)
+        optimizer = task.optimizer(model, ranks.device)
         self._linear = F.linear
         with _one_optimizer_for_all_stages(), self._linear_of_zero():
             self._engine, *_ = deepspeed.initialize(
@@ -217,10 +206,13 @@ class Engine:
         self._frozen = {
             name: p.detach() if exact else weights[name] for name, p in parameters if first and not p.requires_grad
         }
-        self._create_optimizer_state()
         for name, p in self._trainable:
             start, count = self._own(p)
             self._put(p, weights[name].flatten()[start : start + count], None)
+        self.updates = 0
+        """Updates applied since the start of the run, without skipped steps."""
+        self._micro_steps = 0
+        self._create_optimizer_state()
 
     @property
     def model(self) -> nn.Module:
@@ -228,7 +220,7 @@ class Engine:
 
     def set_lr(self, lr: float):
         for group in self._engine.optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group.get("lr_scale", 1.0)
 
     def micro_step(
         self, batch: Sequence[Tensor | None], done: Callable[[str], None] = lambda part: None,
@@ -256,10 +248,13 @@ class Engine:
             done("backward")
             self._engine.step()
             done("update")
+        self._micro_steps += 1
+        if self._micro_steps % self.accumulation == 0 and self.update_applied():
+            self.updates += 1
         return loss.detach()
 
     def update_applied(self) -> bool:
-        """False if the last step's gradient norm was not finite: weights, moments and Adam's step are then unchanged.
+        """False if the last step's gradient norm was not finite: weights and the optimiser's state are then unchanged.
 
         DeepSpeed decides this from the norm over all ranks, under every stage, in fp32 and in bf16.
         """
@@ -307,7 +302,8 @@ class Engine:
     # ---- state: one tensor at a time, whole, fp32, by plain parameter name
 
     def gather(self, take: Callable[[str, str, Tensor], None]):
-        """Calls ``take(kind, name, tensor)`` for every parameter with kind "weight", "exp_avg", "exp_avg_sq".
+        """Calls ``take(kind, name, tensor)`` for every parameter with kind "weight" and each of the optimiser's state
+        ("exp_avg" and "exp_avg_sq" for AdamW).
 
         Collective: all ranks call it. Each gets the whole fp32 tensor and should release it at once. Frozen
         parameters have no moments, and only the first replica's ranks get these parameters.
@@ -316,17 +312,10 @@ class Engine:
 
         for name, p in self._trainable:
             take("weight", name, self.split.whole(name, safe_get_full_fp32_param(p)))
-            for key in MOMENTS:
+            for key in self._moments[name]:
                 take(key, name, self.split.whole(name, safe_get_full_optimizer_state(p, key)))
         for name, weight in self._frozen.items():
             take("weight", name, self.split.whole(name, weight.to(self._engine.device)))
-
-    def adam_step(self) -> int:
-        """Number of updates applied since the start of the run, without skipped steps."""
-        steps = {int(self._engine.optimizer.optimizer.state[flat]["step"]) for flat in self._flat_masters()}
-        if len(steps) != 1:
-            raise RuntimeError(f"optimizer partitions disagree on their step count: {sorted(steps)}")
-        return steps.pop()
 
     def cuts(self) -> dict[str, Whole]:
         """The shape of every whole parameter, and how tensor ranks cut it."""
@@ -350,7 +339,7 @@ class Engine:
             if count == 0 or (whole and self.topology.tensor.rank):
                 continue
             places[name] = (0 if whole else self.topology.tensor.rank, start)
-            for kind in (WEIGHT, *MOMENTS):
+            for kind in (WEIGHT, *self._moments[name]):
                 fragment = self._fragment(p, None if kind == WEIGHT else kind)
                 pieces[f"{kind}.{name}"] = fragment[:count].detach().to("cpu", torch.float32, copy=True).contiguous()
         for name, weight in self._frozen.items():
@@ -359,20 +348,30 @@ class Engine:
                 pieces[f"{WEIGHT}.{name}"] = weight.to("cpu", copy=True).flatten().contiguous()
         return pieces, places
 
-    def load_moments(self, tensors: Tensors, adam_step: int):
-        """Restores Adam's state bit for bit. Each rank reads only its own part; the weights came with the model.
+    def load_moments(self, tensors: Tensors, updates: int):
+        """Restores the optimiser's state bit for bit. Each rank reads only its own part; the weights came with the
+        model.
 
         Args:
             tensors: the checkpoint's tensors.
-            adam_step: Adam's bias-correction count.
+            updates: number of updates applied when the checkpoint was written.
+
+        Raises:
+            UserError: another optimiser, with other state, wrote the checkpoint.
         """
-        cuts = self.cuts()
+        cuts, held = self.cuts(), tensors.moments()
         for name, p in self._trainable:
+            if set(held[name]) != set(self._moments[name]):
+                was, now = (", ".join(sorted(kinds)) or "nothing" for kinds in (held[name], self._moments[name]))
+                raise UserError(
+                    f"task: the optimiser of {self._task} keeps {now} of {name}, and the checkpoint has {was}; put the "
+                    "optimiser back, or start another run.dir from its weights (train.init_from)"
+                )
             start, count = self._own(p)
             part = self.topology.tensor.rank if name in self.split.dims else 0
-            for key in MOMENTS:
+            for key in self._moments[name]:
                 self._put(p, tensors.span(key, name, cuts[name], part, start, start + count), key)
-        self._set_adam_step(adam_step)
+        self._set_step(updates)
 
     def _own(self, p: Any) -> tuple[int, int]:
         """(start, count) of this rank's fragment of a parameter: its share of the tensor rank's flat part."""
@@ -405,25 +404,42 @@ class Engine:
         elif p._hp_mapping is not None:
             p._hp_mapping.get_hp_fragment(key).data.copy_(fragment)
 
-    def _set_adam_step(self, count: int):
-        for flat in self._flat_masters():
-            self._engine.optimizer.optimizer.state[flat]["step"].fill_(count)
+    def _set_step(self, count: int):
+        self.updates = count
+        for flat, _ in self._flat_masters():
+            state = self._state_of(flat)
+            if isinstance(state.get("step"), Tensor):
+                state["step"].fill_(count)
+            elif "step" in state:
+                state["step"] = count
 
-    def _flat_masters(self) -> list[Tensor]:
-        """The flat fp32 tensors that torch's AdamW updates on this rank (private names of DeepSpeed)."""
+    def _state_of(self, flat: Tensor) -> dict[str, Any]:
+        return self._engine.optimizer.optimizer.state[flat]
+
+    def _flat_masters(self) -> list[tuple[Tensor, list[nn.Parameter]]]:
+        """(flat fp32 tensor that the optimiser updates on this rank, the parameters that it is a part of)."""
         zero = self._engine.optimizer
-        return zero.fp32_partitioned_groups_flat if self.stage == 3 else zero.single_partition_of_fp32_groups
+        if self.stage == 3:
+            return list(zip(zero.fp32_partitioned_groups_flat, zero.fp16_groups, strict=True))
+        return list(zip(zero.single_partition_of_fp32_groups, zero.bit16_groups, strict=True))
 
     def _create_optimizer_state(self):
-        """Makes AdamW create its lazy state and DeepSpeed link this state to parameters.
+        """Makes the optimiser create its lazy state and DeepSpeed link this state to parameters.
 
-        An update with zero gradients at lr 0 creates the state, so that torch decides its layout. All of the state must
-        exist before DeepSpeed links it: DeepSpeed itself links after the first parameter group's first update, and
-        never finds the other groups' state.
+        An update with zero gradients, without weight decay and at lr 0 creates the state, so that the optimiser decides
+        its layout. All of the state must exist before DeepSpeed links it: DeepSpeed itself links after the first
+        parameter group's first update, and never finds the other groups' state.
+
+        Raises:
+            UserError: the optimiser keeps state that is not a number per parameter, which no checkpoint would hold.
         """
         zero = self._engine.optimizer
-        self.set_lr(0.0)
-        for flat in self._flat_masters():
+        groups = zero.optimizer.param_groups
+        decays = [group.get("weight_decay", 0.0) for group in groups]
+        for group in groups:
+            group["lr"] = group["weight_decay"] = 0.0
+        before = [_options(group) for group in groups]
+        for flat, _ in self._flat_masters():
             flat.grad = torch.zeros_like(flat)
         if self.stage == 3:
             for index in range(len(self._flat_masters())):
@@ -431,9 +447,27 @@ class Engine:
         else:
             zero.optimizer.step()
             zero._lazy_init_hp_params_optimizer_state()
-        for flat in self._flat_masters():
+        changed = [key for group, was in zip(groups, before, strict=True)
+                   for key, value in _options(group).items() if was.get(key) != value]  # fmt: skip
+        for group, decay in zip(groups, decays, strict=True):
+            group["weight_decay"] = decay
+        names = {id(p): name for name, p in self._trainable}
+        self._moments: dict[str, tuple[str, ...]] = {}
+        for flat, parameters in self._flat_masters():
             flat.grad = None
-        self._set_adam_step(0)
+            state = {key: value for key, value in self._state_of(flat).items() if value is not None and key != "step"}
+            kinds = [key for key, value in state.items() if isinstance(value, Tensor) and value.shape == flat.shape]
+            changed += [key for key in state if key not in kinds]
+            self._moments |= {names[id(p)]: tuple(sorted(kinds)) for p in parameters}
+        if changed:
+            raise UserError(f"task: the optimiser of {self._task} keeps {', '.join(sorted(set(changed)))}, which are not "
+                            "numbers per weight, so that no checkpoint would hold them; choose another optimiser")  # fmt: skip
+        self._set_step(0)
+
+
+def _options(group: dict[str, Any]) -> dict[str, Any]:
+    """A parameter group without its parameters."""
+    return {key: value for key, value in group.items() if key != "params"}
 
 
 @contextlib.contextmanager

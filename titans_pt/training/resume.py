@@ -71,7 +71,7 @@ def find_start(task: Task, folder: RunFolder, identity: dict[str, str]) -> Start
     state = checkpoints.read_state(path)
     config, old = as_begun(task.config, state.config), completed(state.config)
     check_resumable(path, state, old, task, config, identity)
-    _check_moments(path, folder)
+    _check_trained(path, state, folder)
     _check_end(path, state, config, folder)
     later = any(checkpoints.step_of(each) > state.step for each in found)
     revalidate = not _same_validation(old, config)
@@ -208,13 +208,15 @@ def check_resumable(
             log.info("resumed at step %d with another %s: %r, was %r", state.step, key, now, was)
 
 
-def _check_moments(path: Path, folder: RunFolder):
+def _check_trained(path: Path, state: TrainerState, folder: RunFolder):
     """
     Raises:
-        UserError: the checkpoint has no optimiser state: no training wrote it.
+        UserError: no training wrote the checkpoint, which has no optimiser state.
     """
+    if state.samples:
+        return
     with checkpoints.Tensors(path) as tensors:
-        if any(tensors.holds(kind, name) for kind in checkpoints.MOMENTS for name in tensors.shapes()):
+        if any(tensors.moments().values()):
             return
     raise UserError(
         f"run.dir: {folder.path} holds weights without an optimiser's state, as titans import, convert and checkpoint "

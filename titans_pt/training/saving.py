@@ -152,7 +152,7 @@ class Saver:
 
         def take(kind: str, name: str, tensor: Tensor):
             if self.ranks.first:
-                tensors, key = (model, name) if kind == "weight" else (optimizer, f"{kind}.{name}")
+                tensors, key = (model, name) if kind == checkpoints.WEIGHT else (optimizer, f"{kind}.{name}")
                 tensors[key] = tensor.detach().to("cpu", copy=True)
 
         self.engine.gather(take)

@@ -15,7 +15,7 @@ from titans_pt.runs.shards import ShardReader, Whole, shard_file, write_shard
 
 WHOLE = {"a": torch.randn(4, 6), "b": torch.randn(6, 4), "c": torch.randn(5)}
 CUTS = {"a": Whole((4, 6), 0, 2), "b": Whole((6, 4), 1, 2), "c": Whole((5,))}
-KINDS = (checkpoints.WEIGHT, *checkpoints.MOMENTS)
+KINDS = (checkpoints.WEIGHT, "exp_avg", "exp_avg_sq")
 AT = {"a": (5, 7), "b": (0, 12), "c": (2, 5)}
 """Ends of the pieces that data ranks 0 and 1 hold of each part; rank 0 has nothing of b."""
 

@@ -14,9 +14,9 @@ from titans_pt.errors import UserError
 from titans_pt.models import build_model
 from titans_pt.models.backbone import parameter_groups
 from titans_pt.runs import checkpoints
-from titans_pt.tasks import task_of
+from titans_pt.tasks import TASKS, Task, task_of
 from titans_pt.training import loop
-from titans_pt.training.engine import Engine, adamw, check_node_ranks, deepspeed_config, local_batch
+from titans_pt.training.engine import Engine, check_node_ranks, deepspeed_config, local_batch
 
 
 @pytest.mark.parametrize(("samples", "micro", "world", "expected"), [
@@ -140,12 +140,12 @@ def test_a_gpus_optimiser_makes_the_same_updates_and_resumes_bit_for_bit(tiny, t
         """Weights and moments after the last of ``ends``, at which the run stops, with the optimiser of ``device``."""
         fused = []
 
-        def optimiser(model, train, _device):
-            made = adamw(model, train, torch.device(device))
+        def optimiser(task, model, _device):
+            made = Task.optimizer(task, model, torch.device(device))
             fused.append(made.defaults["fused"])
             return made
 
-        monkeypatch.setattr("titans_pt.training.engine.adamw", optimiser)
+        monkeypatch.setattr(TASKS.find("language"), "optimizer", optimiser)
         for end in ends:
             assert loop.train(load_config(config, [f"run.dir={tmp_path / run}", f"train.stop_at={end}"])) == 0
         assert fused == [True if device == "cuda" else None] * len(ends)
@@ -216,7 +216,7 @@ def test_micro_batches_are_summed_in_fp32_and_steps_that_are_not_finite_are_skip
     assert not engine.update_applied()
     for key, tensor in moments().items():
         torch.testing.assert_close(tensor, after[key], rtol=0, atol=0)
-    assert engine.adam_step() == 1
+    assert engine.updates == 1
 
 
 def test_deepspeeds_linear_under_zero_3_stays_inside_the_engines_steps(tiny, ranks):

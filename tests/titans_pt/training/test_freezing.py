@@ -11,7 +11,7 @@ from titans_pt import cli
 from titans_pt.config.files import load_config
 from titans_pt.errors import UserError
 from titans_pt.runs import checkpoints
-from titans_pt.runs.checkpoints import MOMENTS, Tensors
+from titans_pt.runs.checkpoints import Tensors
 from titans_pt.runs.tools import merge_run
 from titans_pt.tasks import task_of
 from titans_pt.training import loop
@@ -84,7 +84,7 @@ def read(run, step=4):
     with Tensors(checkpoints.checkpoint_path(run / "checkpoints", step)) as tensors:
         names = tensors.shapes()
         return {name: tensors.get("weight", name) for name in names}, {
-            (kind, name): tensors.get(kind, name) for kind in MOMENTS for name in names if tensors.holds(kind, name)
+            (kind, name): tensors.get(kind, name) for name, kinds in tensors.moments().items() for kind in kinds
         }
 
 
