@@ -40,8 +40,11 @@ class TrainConfig(Section):
     """Tokens per optimiser step, over all ranks; it determines gradient accumulation."""
     micro_batch: Positive = 8
     """Samples per rank in one forward pass."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """adamw: AdamW for all parameters. muon: the matrices of blocks take steps along their orthogonalised momentum
+    (Muon), as large as AdamW's, and all other parameters those of AdamW; with parallel.zero_stage 1 or 2."""
     lr: Annotated[float, Field(gt=0.0)] = 4e-4
-    """Peak learning rate of AdamW, reached after the warm-up."""
+    """Peak learning rate, reached after the warm-up."""
     schedule: Literal["cosine", "linear", "wsd", "halving"] = "cosine"
     """Decay of the learning rate from its peak to max_steps. cosine, linear: after the warm-up. wsd (warm-up, stable,
     decay): constant until the last decay_steps, then linear; a run that stopped before the decay can be given more
@@ -55,10 +58,12 @@ class TrainConfig(Section):
     """Steps of the linear warm-up to the peak learning rate."""
     betas: Annotated[list[Annotated[float, Field(ge=0.0, lt=1.0)]], Field(min_length=2, max_length=2)] = [0.9, 0.95]
     """AdamW's decay rates of the mean gradient and of the mean squared gradient."""
+    momentum: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.95
+    """Muon's decay rate of the mean gradient."""
     eps: Annotated[float, Field(gt=0.0)] = 1e-8
     """AdamW's epsilon."""
     weight_decay: Annotated[float, Field(ge=0.0)] = 0.1
-    """AdamW's weight decay. It applies to matrices, including embeddings, persistent tokens and convolution filters,
+    """Decoupled weight decay. It applies to matrices, including embeddings, persistent tokens and convolution filters,
     but not to norms, biases and the memory's M_0."""
     clip: Annotated[float, Field(gt=0.0)] = 1.0
     """Maximum global gradient norm; larger gradients are clipped."""

@@ -175,6 +175,12 @@ class Config(Section):
             p.gather_bucket,
             "ZeRO 3 has no such exchange; leave it out",
         )
+        _need(
+            t.optimizer != "muon" or p.zero_stage < 3,
+            "parallel.zero_stage",
+            p.zero_stage,
+            "at most 2 with train.optimizer=muon: ZeRO 3 cuts every matrix over all ranks",
+        )
         context = p.context
         _need(
             self.data.seq_len % context == 0,

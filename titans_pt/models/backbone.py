@@ -234,6 +234,23 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
     return [group for group in groups if group["params"]]
 
 
+def with_matrices(groups: list[dict[str, Any]], model: nn.Module) -> list[dict[str, Any]]:
+    """Parameter groups, of which the matrices of ``model``'s blocks are groups of their own, with ``matrices=True``.
+
+    These are the weights of linear layers and of their adapters: neither embeddings and the output head, nor M_0,
+    filters and tokens.
+    """
+    backbones = [module for module in model.modules() if isinstance(module, Backbone)]
+    linear = [module for blocks in backbones for module in blocks.modules() if isinstance(module, nn.Linear)]
+    found = {id(p) for module in linear for p in module.parameters(recurse=False) if p.ndim == 2}
+    split = []
+    for group in groups:
+        for matrices in (False, True):
+            chosen = [p for p in group["params"] if (id(p) in found) == matrices]
+            split += [group | {"params": chosen, "matrices": matrices}] if chosen else []
+    return split
+
+
 def check_packages(backbone: Backbone, device: torch.device):
     """
     Raises:

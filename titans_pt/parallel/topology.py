@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping
 from datetime import timedelta
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from titans_pt.errors import UserError
 
+T = TypeVar("T")
 AXES = ("data", "context", "tensor")
 """The grid's axes, outermost first: ranks that differ only in the last are neighbours, best kept inside one node."""
 
@@ -38,6 +40,14 @@ class RankGroup:
         parts = x.new_empty(self.size * x.shape[0], *x.shape[1:])
         dist.all_gather_into_tensor(parts, x.contiguous(), self.group)
         return torch.cat(parts.chunk(self.size), dim)
+
+    def gather_objects(self, value: T) -> list[T]:
+        """The ranks' values, which pickle can copy."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, self.group)
+        return values
 
     def part(self, x: Tensor, dim: int) -> Tensor:
         """This rank's part of a whole along ``dim``: a view."""

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from titans_pt.config import Config, NoSettings, Section
-from titans_pt.models.backbone import Backbone, parameter_groups
+from titans_pt.models.backbone import Backbone, parameter_groups, with_matrices
 from titans_pt.models.mixers.base import Need
 from titans_pt.parallel import RankGroup
+from titans_pt.parallel.muon import Muon
 from titans_pt.registry import Registry
 from titans_pt.runs.folder import RunFolder
 
@@ -164,24 +165,27 @@ class Task:
     # ---- during a training
 
     def optimizer(self, model: nn.Module, device: torch.device) -> torch.optim.Optimizer:
-        """Build the optimiser of the parameters that require gradients: AdamW, with the settings of ``train``.
+        """Build the optimiser of the parameters that require gradients: the one of train.optimizer.
 
         ZeRO gives it flat pieces of the weights (fp32, one dimension), several parameters in a piece. It must therefore
-        treat every weight by itself, as AdamW, RMSprop or SGD do; Muon and Adafactor need whole matrices. Its state,
+        treat every weight by itself, as AdamW, RMSprop or SGD do; Adafactor and Shampoo need whole matrices. Its state,
         which checkpoints hold, consists of numbers per weight, and a count "step". "lr_scale" of a parameter group
-        multiplies the learning rate of all steps. The plan (``titans plan``) counts two numbers per weight.
+        multiplies the learning rate of all steps.
 
         Args:
             model: this rank's part of the model that :meth:`build_model` made.
             device: where the pieces will be.
         """
         train = self.config.train
+        groups = parameter_groups(model, train.weight_decay)
         # On a GPU one kernel reads and writes weights and moments once. PyTorch's default there makes a dozen passes
         # over them, and a temporary tensor of a moment's size.
-        return torch.optim.AdamW(
-            parameter_groups(model, train.weight_decay), lr=train.lr, betas=(train.betas[0], train.betas[1]),
-            eps=train.eps, fused=True if device.type == "cuda" else None,
-        )  # fmt: skip
+        fused = True if device.type == "cuda" else None
+        rest: Any = {"lr": train.lr, "betas": tuple(train.betas), "eps": train.eps, "fused": fused}
+        if train.optimizer == "adamw":
+            return torch.optim.AdamW(groups, **rest)
+        dtype = torch.bfloat16 if train.precision == "bf16" else torch.float32
+        return Muon(with_matrices(groups, model), train.momentum, dtype, **rest)
 
     def learning_rate(self, step: int, usual: float) -> float:
         """Return the learning rate of optimiser step ``step`` (the first step is 1).

@@ -23,6 +23,7 @@ from titans_pt.config import Config
 from titans_pt.errors import UserError
 from titans_pt.models.backbone import check_packages
 from titans_pt.parallel import Context, TensorParallel, Topology
+from titans_pt.parallel.muon import Fragment, Muon
 from titans_pt.runs.checkpoints import WEIGHT, Tensors
 from titans_pt.runs.shards import Whole
 from titans_pt.tasks import Task
@@ -212,6 +213,8 @@ class Engine:
         self.updates = 0
         """Updates applied since the start of the run, without skipped steps."""
         self._micro_steps = 0
+        if isinstance(optimizer, Muon):
+            optimizer.place(self._fragments(), self.topology.replicas, self.split)
         self._create_optimizer_state()
 
     @property
@@ -423,6 +426,22 @@ class Engine:
             return list(zip(zero.fp32_partitioned_groups_flat, zero.fp16_groups, strict=True))
         return list(zip(zero.single_partition_of_fp32_groups, zero.bit16_groups, strict=True))
 
+    def _fragments(self) -> dict[Tensor, list[Fragment]]:
+        """The fragments in each of this rank's flat tensors, under ZeRO 1 or 2."""
+        names: dict[int, str] = {id(p): name for name, p in self._trainable}
+        own = {name: (start, start + count) for name, p in self._trainable for start, count in [self._own(p)] if count}
+        spans = self.topology.replicas.gather_objects(own)
+        found: dict[Tensor, list[Fragment]] = {}
+        p: Any  # DeepSpeed adds attributes to parameters
+        for flat, parameters in self._flat_masters():
+            found[flat] = []
+            for p in parameters:
+                if (name := names[id(p)]) in own:
+                    at = p._hp_mapping.hp_fragment_address.start
+                    holders = {replica: held[name] for replica, held in enumerate(spans) if name in held}
+                    found[flat].append(Fragment(name, p.shape, at, holders))
+        return found
+
     def _create_optimizer_state(self):
         """Makes the optimiser create its lazy state and DeepSpeed link this state to parameters.
 
@@ -460,8 +479,10 @@ class Engine:
             changed += [key for key in state if key not in kinds]
             self._moments |= {names[id(p)]: tuple(sorted(kinds)) for p in parameters}
         if changed:
-            raise UserError(f"task: the optimiser of {self._task} keeps {', '.join(sorted(set(changed)))}, which are not "
-                            "numbers per weight, so that no checkpoint would hold them; choose another optimiser")  # fmt: skip
+            raise UserError(
+                f"task: the optimiser of {self._task} keeps {', '.join(sorted(set(changed)))}, which are not numbers "
+                "per weight, so that no checkpoint would hold them; choose another optimiser"
+            )
         self._set_step(0)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from titans_pt.config import Config
@@ -29,8 +29,8 @@ from titans_pt.training.metrics import PEAK_FLOPS
 GIB = 2**30
 PROBE_TOKENS = 1024
 """Tokens of the one row that measurements with real numbers use on the CPU, at most."""
-WEIGHT_BYTES, MOMENT_BYTES = 4, 8
-"""fp32 bytes in a checkpoint: for each parameter, and for AdamW's two moments of each trained parameter."""
+FP32 = 4
+"""Bytes of a number in a checkpoint and in the optimiser."""
 MULTIPROCESSORS = 132
 """Multiprocessors of an H100 or H200; each runs one program of the memory's serial kernels at a time."""
 BUSY = 0.7
@@ -173,7 +173,7 @@ def make_plan(task: Task, ranks: int | None = None, gpu: bool | None = None) -> 
     freeze(model, config.train.trainable)
     learned = trained(model)
     TensorParallel(model, _Rehearsal(0, tensor), config.parallel.sequence)
-    own = sum(p.numel() for p in model.parameters()), trained(model)
+    own = sum(p.numel() for p in model.parameters()), trained(model), _moments(task, model)
     gpu = torch.cuda.is_available() if gpu is None else gpu
     sizes = _model_bytes(config, *own, context * data, accumulation) | _activation_bytes(task, micro, gpu)
     sequences = task.sequences(1, config.data.seq_len)
@@ -228,7 +228,7 @@ def cost_of(task: Task) -> Cost:
     checkpoints = min(kept, saved)
     flops = tokens * model.flops(config.data.seq_len).total
     rows, length = task.sequences(tokens // config.data.seq_len, config.data.seq_len)
-    one = WEIGHT_BYTES * parameters + MOMENT_BYTES * trained(model)
+    one = FP32 * (parameters + _moments(task, model))
     return Cost(parameters, tokens, flops, checkpoints * one, one, rows * length)
 
 
@@ -263,12 +263,25 @@ class _Rehearsal(RankGroup):
         return self.part(x, dim).clone()
 
 
-def _model_bytes(config: Config, own: int, learned: int, replicas: int, accumulation: int) -> dict[str, int]:
+def _moments(task: Task, model: nn.Module) -> int:
+    """Numbers of the optimiser's state, from an update of ``model`` on the meta device."""
+    optimizer = task.optimizer(model, torch.device("meta"))
+    for p in (p for group in optimizer.param_groups for p in group["params"]):
+        p.grad = torch.empty_like(p)
+    optimizer.step()
+    state = [(key, value) for held in optimizer.state.values() for key, value in held.items()]
+    return sum(value.numel() for key, value in state if isinstance(value, Tensor) and key != "step")
+
+
+def _model_bytes(
+    config: Config, own: int, learned: int, moments: int, replicas: int, accumulation: int
+) -> dict[str, int]:
     """Bytes by kind that the model takes on one rank.
 
     Args:
         own: the rank's parameters after the tensor split.
         learned: number of these that are trained.
+        moments: numbers of their optimiser's state.
         replicas: number of ranks over which ZeRO shards.
     """
     width = _width(config)
@@ -280,7 +293,7 @@ def _model_bytes(config: Config, own: int, learned: int, replicas: int, accumula
     return {
         "parameters": width * (-(-own // replicas) + second if stage == 3 else own),
         "gradients": kept * learned if stage == 1 else 4 * shard,
-        "optimiser": 12 * shard,  # fp32 weights and Adam's two moments
+        "optimiser": FP32 * (shard + -(-moments // replicas)),  # its own weights, and its state
         "communication": (4 if parallel.reduce_fp32 else kept) * (1 + bool(parallel.overlap)) * bucket,
     }
 

@@ -24,15 +24,20 @@ def scaled(momentum: Tensor) -> Tensor:
     return momentum / (torch.linalg.vector_norm(momentum, dim=(-2, -1), keepdim=True) + LEAST)
 
 
-def orthogonal(momentum: Tensor) -> Tensor:
-    """The nearest matrix (..., a, b) with all singular values 1, approximately, by five Newton-Schulz steps."""
+def newton_schulz(x: Tensor) -> Tensor:
+    """The nearest matrix (..., a, b) with all singular values 1, roughly, from x with a Frobenius norm below 1."""
+    if x.shape[-2] > x.shape[-1]:
+        return newton_schulz(x.mT).mT
     a, b, c = NEWTON_SCHULZ
-    tall = momentum.shape[-2] > momentum.shape[-1]
-    x = scaled(momentum.mT if tall else momentum)
     for _ in range(STEPS):
         gram = x @ x.mT
         x = a * x + (b * gram + c * gram @ gram) @ x
-    return x.mT if tall else x
+    return x
+
+
+def orthogonal(momentum: Tensor) -> Tensor:
+    """Momentum (..., a, b), orthogonalised by :func:`newton_schulz`."""
+    return newton_schulz(scaled(momentum))
 
 
 def orthogonal_flops(d_in: int, d_out: int) -> float:

@@ -55,7 +55,7 @@ def test_the_resolved_tree_gives_itself_back(file):
 @pytest.mark.parametrize(("text", "overrides", "message"), [
     ("train: {learning_rate: 1}", [], r"train.learning_rate: unknown key \(given 1\); nearest known key: train.lr$"),
     ("num_hidden_layers: 12", [], "num_hidden_layers: unknown key .*nearest known key: model.n_layers$"),
-    ("", ["train.optimizer=muon"], "train.optimizer: unknown key .*; train has max_steps, .*, max_nonfinite"),
+    ("", ["train.nesterov=true"], "train.nesterov: unknown key .*; train has max_steps, .*, max_nonfinite"),
     ("", ["parallel.seq_len=8"], "parallel.seq_len: unknown key .*nearest known key: data.seq_len$"),
     ("lr: 1", [], "lr: unknown key .*nearest known key: train.lr"),
     ("train: {max_steps: '10'}", [], "train.max_steps: given '10'; allowed: .*integer"),

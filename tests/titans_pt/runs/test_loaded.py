@@ -242,7 +242,8 @@ def test_a_run_of_before_a_setting_existed(run, tiny, monkeypatch):
     path = folder.checkpoints / "step-00000003"
     state = checkpoints.read_state(path)
     state.config["model"]["memory"].pop("writes")
-    moments = {f"{kind}.{name}": torch.zeros_like(w) for kind in ("exp_avg", "exp_avg_sq") for name, w in weights.items()}
+    kinds = ("exp_avg", "exp_avg_sq")
+    moments = {f"{kind}.{name}": torch.zeros_like(w) for kind in kinds for name, w in weights.items()}
     checkpoints.save(folder.checkpoints, weights, moments, state)
     folder.config.write_text(folder.config.read_text().replace("    writes: true\n", ""))
     monkeypatch.setattr("titans_pt.config.history.FORMER_DEFAULTS", {"model.memory.writes": False})

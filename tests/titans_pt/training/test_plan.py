@@ -230,6 +230,20 @@ def test_an_evaluation_writes_checkpoints_to_keep(config):
     assert unkept(config(train=train, evaluation={"every": 3})) == []
 
 
+def test_the_optimisers_own_state_is_counted(config, monkeypatch):
+    """Adam has two numbers per weight, Muon one per weight of a matrix, SGD without momentum none."""
+    task = task_of(config())
+    linear = [module for module in task.build_model().blocks.modules() if isinstance(module, torch.nn.Linear)]
+    weights, matrices = make_plan(task, ranks=1).parameters, sum(module.weight.numel() for module in linear)
+    assert make_plan(task, ranks=1).bytes["optimiser"] == 12 * weights
+    assert cost_of(task).one == 12 * weights
+    muon = task_of(config(train={"optimizer": "muon", "batch_tokens": 1024}))
+    assert make_plan(muon, ranks=2).bytes["optimiser"] == pytest.approx((12 * weights - 4 * matrices) / 2, abs=8)
+    assert cost_of(muon).one == 12 * weights - 4 * matrices
+    monkeypatch.setattr(type(task), "optimizer", lambda task, model, device: torch.optim.SGD(model.parameters(), 1e-3))
+    assert make_plan(task, ranks=1).bytes["optimiser"] == cost_of(task).one == 4 * weights
+
+
 def test_the_disk_is_for_the_checkpoints_that_are_kept(config):
     train = {"max_steps": 100, "checkpoint_every": 4, "keep_last": 1, "batch_tokens": 1024}
     cost = cost_of(task_of(config(train=train | {"keep_every": 6})))
