@@ -190,12 +190,23 @@ def later_ideas() -> list[str]:
 
 def filters() -> list[str]:
     """Each model as it is, and with the other start of its values' filters."""
-    rows = found("filters")[2]
+    return in_two_ways("filters", lambda model, other: "identity" if (model in TITANS) != other else "random")
+
+
+def optimizers() -> list[str]:
+    """Each model by AdamW and by Muon."""
+    return in_two_ways("optimizer", lambda _model, other: "Muon" if other else "AdamW")
+
+
+def in_two_ways(study: str, way: Callable[[str, bool], str]) -> list[str]:
+    """The rows of ``study`` that have records: a model as it is, and in its other way; ``way(model, other)`` names
+    them."""
+    rows = [row for row in found(study)[2] if row[0].ours]
     own = {row[0].row.model: row for row in rows if not row[0].row.variant}
     text = []
     for row in rows:
         model, other = row[0].row.model, row[0].row.variant
-        shown = ["identity" if (model in TITANS) != bool(other) else "random"]
+        shown = [way(model, bool(other))]
         for plain, cell in zip(own[model][:2], row[:2], strict=True):
             shown += [told(cell), on_same_seeds({"": plain} | ({other: cell} if other else {}))[other]]
         text.append(line(NAMES[model], *shown))

@@ -16,8 +16,8 @@ RATES = several(
 @click.command()
 @click.argument(
     "target", metavar="TARGET",
-    help="table1, table2, table3, table4, table5, figure7, figure8, figure9, babilong, chunks, filters, ideas, recall, "
-    "needles, ruler, scaling, states or statetracking",
+    help="table1, table2, table3, table4, table5, figure7, figure8, figure9, babilong, chunks, filters, ideas, "
+    "optimizer, recall, needles, ruler, scaling, states or statetracking",
 )  # fmt: skip
 @overrides("settings for every run, e.g. data.dir=/fast/fineweb", option="--models")
 @click.option(

@@ -241,6 +241,14 @@ def _filters(size: str) -> Study:
                  size, note)  # fmt: skip
 
 
+def _optimizer(size: str) -> Study:
+    models = ("lmm", "mac", "mamba2", "gated_deltanet", "transformer")
+    rows = tuple(Row(model, variant) for model in models for variant in ("", "by-muon"))
+    note = "Each model by AdamW and by Muon, at the rate that AdamW's runs chose: Muon's steps have the same size."
+    return Study("optimizer", "Does the order depend on the optimiser", size, rows, _text_columns(),
+                 _tiny("text", "long"), size, note)  # fmt: skip
+
+
 def _states(size: str) -> Study:
     """The LMM with a smaller memory, and the best recurrences with states of the LMM's size, at equal parameters."""
     heads = "model.gated_deltanet.n_heads=1"
@@ -306,7 +314,7 @@ def _tiny(*names: str) -> tuple[Measure, ...]:
     return _measures("tiny", *names)
 
 
-SMALL = ("ideas", "scaling", "filters", "states", "recall", "needles", "ruler", "statetracking")
+SMALL = ("ideas", "scaling", "filters", "optimizer", "states", "recall", "needles", "ruler", "statetracking")
 """Studies that exist only at the size tiny."""
 OF_THEIR_OWN = ("table3", "table4")
 """Studies whose large size is called paper."""
@@ -314,6 +322,6 @@ TARGETS = {
     "table1": _table1, "table2": _table2, "table3": table3, "table4": table4, "table5": _table5, "figure7": _figure7,
     "figure8": _figure8,
     "figure9": _figure9, "babilong": _babilong, "chunks": _chunks, "ideas": _ideas, "scaling": _scaling,
-    "filters": _filters, "states": _states, "recall": _recall,
+    "filters": _filters, "optimizer": _optimizer, "states": _states, "recall": _recall,
     "needles": _needles, "ruler": ruler, "statetracking": state_tracking,
 }  # fmt: skip

@@ -28,6 +28,7 @@ VARIANTS = {
     "chunk-64": ("model.memory.chunk_size=64",),
     "chunk-128": ("model.memory.chunk_size=128",),
     "memory-off": ("model.memory.writes=false",),
+    "by-muon": ("train.optimizer=muon",),
     "no-ln": ("model.memory.norm=false", "model.memory.init_std=null"),  # M_0's scale is chosen for a LayerNorm
 }
 """Named changes of a model's settings. Unchanged models have memories of depth 2 and chunks of 16."""
@@ -45,7 +46,7 @@ CHANGES = {
     "no-momentum": "without momentum", "no-forgetting": "without forgetting",
     "no-persistent": "without persistent memory", "value-identity": "values' filters from the identity",
     "value-random": "values' filters from random ones", "chunk-32": "chunk 32", "chunk-64": "chunk 64",
-    "chunk-128": "chunk 128", "memory-off": "memory off", "no-ln": "without the LayerNorm inside",
+    "chunk-128": "chunk 128", "memory-off": "memory off", "by-muon": "trained by Muon", "no-ln": "without the LayerNorm inside",
 }  # fmt: skip
 """Displayed names of variants."""
 
