@@ -46,7 +46,8 @@ CHANGES = {
     "no-momentum": "without momentum", "no-forgetting": "without forgetting",
     "no-persistent": "without persistent memory", "value-identity": "values' filters from the identity",
     "value-random": "values' filters from random ones", "chunk-32": "chunk 32", "chunk-64": "chunk 64",
-    "chunk-128": "chunk 128", "memory-off": "memory off", "by-muon": "trained by Muon", "no-ln": "without the LayerNorm inside",
+    "chunk-128": "chunk 128", "memory-off": "memory off", "by-muon": "trained by Muon",
+    "no-ln": "without the LayerNorm inside",
 }  # fmt: skip
 """Displayed names of variants."""
 

@@ -171,7 +171,8 @@ def test_a_probe_has_a_tenth_of_the_tokens_and_its_own_schedule():
 
 def test_variants_change_a_few_settings_of_the_model_alone():
     def trees(variant):
-        every = [run for t in ("recall", "table5", "figure7", "chunks", "filters") for run in runs(t, seeds=[0])]
+        studies = ("recall", "table5", "figure7", "chunks", "filters", "optimizer")
+        every = [run for t in studies for run in runs(t, seeds=[0])]
         run = next(run for run in every if run.variant == variant)
         [base] = [r for t in ("recall", "table1") for r in runs(t, models=[run.model], seeds=[0])
                   if r.config.task == run.config.task and r.variant == ""]  # fmt: skip
