@@ -79,7 +79,7 @@ def side_by_side(task, ranks, optimizers) -> tuple[dict[str, dict[str, torch.Ten
         The engine's tensors, name -> kind -> tensor; the model of the plain loop.
     """
     torch.manual_seed(0)
-    engine, plain = Engine(task, task.build_model(), ranks), task.build_model()
+    engine, plain = Engine(task, task.build_model(), ranks), task.build_model().to(ranks.device)
     assert engine.accumulation == 1
 
     def tensors() -> dict[str, dict[str, torch.Tensor]]:
@@ -122,7 +122,7 @@ def test_a_tasks_own_makes_the_updates_of_a_plain_loop(config, ranks, zero_stage
             torch.testing.assert_close(found[name][kind], made[0].state[p][kind], rtol=1e-3, atol=1e-7, msg=name)
 
 
-@pytest.mark.parametrize("zero_stage", [1, 2])
+@pytest.mark.parametrize("zero_stage", [1, pytest.param(1, marks=pytest.mark.gpu, id="1-gpu"), 2])
 def test_muon_is_torchs(config, ranks, zero_stage):
     """torch.optim.Muon for the matrices (its products are bf16), AdamW for the rest, which are the same to rounding."""
     chosen = ["train.optimizer=muon", f"parallel.zero_stage={zero_stage}", "train.clip=1e9", "train.micro_batch=4"]
@@ -142,7 +142,7 @@ def test_muon_is_torchs(config, ranks, zero_stage):
     task = task_of(load_config(config, chosen))
     found, plain = side_by_side(task, ranks, optimizers)
     torch.manual_seed(0)
-    start = task.build_model()
+    start = task.build_model().to(ranks.device)
     assert {name for name in found if "momentum_buffer" in found[name]} == matrices
     assert "blocks.0.mixer.memory.gates.linear.weight" in matrices and "embedding.weight" not in matrices
     for name, p in plain.named_parameters():
