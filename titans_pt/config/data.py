@@ -191,8 +191,9 @@ class DataConfig(Section):
     """Nucleotides: read half of the training samples from the other strand; the seed and the sample's position decide
     which. Validation reads the given strand."""
     reset_at_documents: bool = False
-    """True: reset memory, convolutions and attention at each document of a packed sample.
-    False (the paper is silent; usual in pretraining): carry state and attention across documents."""
+    """Language modelling: reset memory, convolutions and attention at each document of a packed sample (true), or carry
+    state and attention across documents (false; the paper is silent; usual in pretraining). Samples of other tasks
+    always begin anew."""
 
     @model_validator(mode="after")
     def _check(self):
