@@ -91,19 +91,19 @@ def _mini_batch(
     """
     gain, shift = (p.unsqueeze(-2) for p in norm)
     layers = list(zip(start[::2], start[1::2], strict=True))
-    inputs, sloped = [k], []
+    inputs, before = [k], []
     for weight, bias in layers:
         z = inputs[-1] @ weight + bias.unsqueeze(-2)
         if len(inputs) < len(layers):
             inputs.append(F.gelu(z, approximate="tanh"))
-            sloped.append(_gelu_slope(z))
+            before.append(z)
     scale = (z.var(-1, unbiased=False, keepdim=True) + EPS).rsqrt()
     unit = (z - z.mean(-1, keepdim=True)) * scale
     g = gain * (k + gain * unit + shift - v)
     g = scale * (g - g.mean(-1, keepdim=True) - unit * (g * unit).mean(-1, keepdim=True))
     gradients = [rate * g]
-    for (weight, _), slope in zip(reversed(layers[1:]), reversed(sloped), strict=True):
-        g = (g @ weight.mT) * slope
+    for (weight, _), hidden in zip(reversed(layers[1:]), reversed(before), strict=True):
+        g = torch.ops.aten.gelu_backward(g @ weight.mT, hidden, approximate="tanh")
         gradients.insert(0, rate * g)
 
     x, written = q, []
@@ -116,13 +116,6 @@ def _mini_batch(
         x = x @ weight + bias.unsqueeze(-2) - tau * change
         written += [seen.mT @ g, g.sum(-2)]
     return q + F.layer_norm(x, x.shape[-1:], eps=EPS) * gain + shift, tuple(written)
-
-
-def _gelu_slope(x: Tensor) -> Tensor:
-    """First derivative of the GELU in its tanh form."""
-    scale, cubic = math.sqrt(2 / math.pi), 0.044715
-    t = torch.tanh(scale * (x + cubic * x**3))
-    return 0.5 * (1 + t) + 0.5 * x * (1 - t * t) * scale * (1 + 3 * cubic * x * x)
 
 
 class _Layout:
