@@ -192,8 +192,8 @@ class DataConfig(Section):
     which. Validation reads the given strand."""
     reset_at_documents: bool = False
     """Language modelling: reset memory, convolutions and attention at each document of a packed sample (true), or carry
-    state and attention across documents (false; the paper is silent; usual in pretraining). Other tasks begin anew
-    with each sample."""
+    state and attention across documents (false; the paper is silent; usual in pretraining). Other tasks reset at
+    every sample."""
 
     @model_validator(mode="after")
     def _check(self):
