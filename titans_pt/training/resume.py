@@ -193,6 +193,12 @@ def check_resumable(
             f"train.trainable: given {now}, but {path} was trained with {was}, and has the optimiser's state "
             "of those alone; put it back, or start another run.dir from its weights (train.init_from)"
         )
+    was, now = old["train"].get("optimizer", "adamw"), new["train"]["optimizer"]
+    if was != now:
+        raise UserError(
+            f"train.optimizer: given {now!r}, but {path} was trained with {was!r}, and has its state; put it back, or "
+            "start another run.dir from its weights (train.init_from)"
+        )
     for key, now in identity.items():
         if (was := state.identity.get(key, now)) != now:  # earlier versions did not write all keys
             for own, before, given in differences(old.get(task.name, {}), new.get(task.name, {})):

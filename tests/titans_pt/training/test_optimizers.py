@@ -232,6 +232,13 @@ def test_a_checkpoint_of_another_optimiser_is_refused(config, capsys, monkeypatc
            "momentum_buffer, square_avg; put the optimiser back" in capsys.readouterr().err  # fmt: skip
 
 
+def test_a_run_keeps_its_optimiser(config, capsys):
+    assert cli.run(["train", str(config), "train.stop_at=2"]) == 0
+    assert cli.run(["train", str(config), "train.optimizer=muon"]) == 2
+    assert "train.optimizer: given 'muon', but " in (error := capsys.readouterr().err)
+    assert "was trained with 'adamw', and has its state; put it back" in error
+
+
 def test_muon_under_zero_3_is_refused(config, capsys):
     assert cli.run(["train", str(config), "train.optimizer=muon", "parallel.zero_stage=3"]) == 2
     assert "parallel.zero_stage: given 3; at most 2 with train.optimizer=muon" in capsys.readouterr().err
