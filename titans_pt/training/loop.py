@@ -515,7 +515,7 @@ class Trainer:
     def _state(self) -> TrainerState:
         config = self.config
         return TrainerState(
-            step=self.step, samples=self.samples, adam_step=self.engine.updates, nonfinite=self.nonfinite,
+            step=self.step, samples=self.samples, adam_step=self.engine.masters.updates, nonfinite=self.nonfinite,
             nonfinite_in_a_row=self.nonfinite_in_a_row, first_loss=self.first_loss,
             wandb_id=self.wandb.id if self.wandb else None, origin=self.origin,
             spikes=self.spikes.numbers(), best=self.patience.numbers(),

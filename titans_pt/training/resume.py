@@ -117,7 +117,7 @@ def build_engine(task: Task, start: Start, ranks: Ranks) -> Engine:
     load_weights(model, checkpoints.read_weights(start.checkpoint))
     engine = Engine(task, model, ranks)
     with checkpoints.Tensors(start.checkpoint) as tensors:
-        engine.load_moments(tensors, start.state.adam_step)
+        engine.masters.load_moments(tensors, start.state.adam_step)
     return engine
 
 

@@ -119,9 +119,9 @@ class Saver:
         """Makes every rank write its shard; rank 0 then joins them into a checkpoint, on another thread."""
         self.watch.at(f"the checkpoint of step {state.step}, copying")
         shard = partial(write_shard, checkpoints.unfinished(self.folder.checkpoints, state.step), self.ranks.rank)
-        self._writing.start(partial(shard, *self.engine.pieces()))
+        self._writing.start(partial(shard, *self.engine.masters.pieces()))
         if self.ranks.first:
-            self._joining.start(partial(self._join, self.engine.cuts(), state))
+            self._joining.start(partial(self._join, self.engine.masters.cuts(), state))
 
     def _join(self, cuts: dict[str, Whole], state: TrainerState):
         stopped, count = self._stopped.is_set, self.ranks.world_size
@@ -155,7 +155,7 @@ class Saver:
                 tensors, key = (model, name) if kind == checkpoints.WEIGHT else (optimizer, f"{kind}.{name}")
                 tensors[key] = tensor.detach().to("cpu", copy=True)
 
-        self.engine.gather(take)
+        self.engine.masters.gather(take)
         return model, optimizer
 
     def give_up(self):

@@ -198,7 +198,7 @@ def test_micro_batches_are_summed_in_fp32_and_steps_that_are_not_finite_are_skip
 
     def moments() -> dict[str, torch.Tensor]:
         taken = {}
-        engine.gather(lambda kind, name, tensor: taken.setdefault((kind, name), tensor.double().clone()))
+        engine.masters.gather(lambda kind, name, tensor: taken.setdefault((kind, name), tensor.double().clone()))
         return taken
 
     for batch in batches:
@@ -216,7 +216,7 @@ def test_micro_batches_are_summed_in_fp32_and_steps_that_are_not_finite_are_skip
     assert not engine.update_applied()
     for key, tensor in moments().items():
         torch.testing.assert_close(tensor, after[key], rtol=0, atol=0)
-    assert engine.updates == 1
+    assert engine.masters.updates == 1
 
 
 def test_deepspeeds_linear_under_zero_3_stays_inside_the_engines_steps(tiny, ranks):

@@ -84,7 +84,7 @@ def side_by_side(task, ranks, optimizers) -> tuple[dict[str, dict[str, torch.Ten
 
     def tensors() -> dict[str, dict[str, torch.Tensor]]:
         found = {}
-        engine.gather(lambda kind, name, tensor: found.setdefault(name, {}).setdefault(kind, tensor.clone()))
+        engine.masters.gather(lambda kind, name, tensor: found.setdefault(name, {}).setdefault(kind, tensor.clone()))
         return found
 
     for name, kinds in tensors().items():
@@ -100,7 +100,7 @@ def side_by_side(task, ranks, optimizers) -> tuple[dict[str, dict[str, torch.Ten
             objective(*batch).backward()
             for optimizer in made:
                 optimizer.step()
-    assert engine.updates == 3
+    assert engine.masters.updates == 3
     return tensors(), plain
 
 
