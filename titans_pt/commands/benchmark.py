@@ -100,7 +100,7 @@ def decode(
 @settings
 @_out
 @click.option("--tokens", type=whole(1), default=10_000_000, metavar="N", help="tokens of the stream")
-@click.option("--stretches", type=whole(1), default=10, metavar="N", help="equal parts of the stream, each timed separately")
+@click.option("--stretches", type=whole(1), default=10, metavar="N", help="equal parts, each timed separately")
 def stream(config, out: Path, tokens: int, stretches: int):
     """Time a model that reads a long stream.
 

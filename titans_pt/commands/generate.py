@@ -42,9 +42,9 @@ def generate(
     if len(given) > 1:
         raise click.UsageError(f"{given[0]} and {given[1]} exclude each other; leave one out.")
     if prompts is not None and (state or save_state):
-        raise click.UsageError("A state belongs to one text: --prompts excludes --state and --save-state.")
+        raise click.UsageError("A state has one text: --prompts excludes --state and --save-state.")
     if not max_new_tokens and save_state is None:
-        raise click.UsageError("--max-new-tokens 0 only reads the prompt: also give --save-state, or generate 1 token or more.")
+        raise click.UsageError("--max-new-tokens 0 only reads the prompt: also give --save-state, or 1 or more.")
     if not prompt and prompt_file is None and prompts is None and state is None:
         raise click.UsageError("Nothing to continue: give --prompt, --prompt-file, --prompts or --state.")
     from titans_pt.tools.files import read_text
