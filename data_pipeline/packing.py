@@ -56,7 +56,7 @@ class TokenFiles:
         folder, where = Path(config.data.dir), f"data.dir={config.data.dir}"
         manifest = read_manifest(folder)
         if manifest is None:
-            raise UserError(f"{where}: no token files; run: titans prepare CONFIG, with the same config")
+            raise UserError(f"{where}: no token files; run: titans prepare CONFIG, with the same settings")
         if what := changed_setting(manifest, config):
             remedy = remedy or "set it back, choose another data.dir, or run: titans prepare CONFIG --force"
             raise UserError(f"{where}: token files made with other settings ({what}); {remedy}")

@@ -33,7 +33,7 @@ def chat_text(
     if tokenizer.chat_template is None:
         raise UserError(
             f"tokenizer {tokenizer.path}: has no chat template (chat_template.jinja or tokenizer_config.json next to "
-            "it); use the tokenizer.json of a chat model, or plain text"
+            "it); use the tokenizer.json of a chat model, or plain text (titans generate, format: text)"
         )
     with needed("a chat"):
         from transformers.utils.chat_template_utils import render_jinja_template

@@ -174,4 +174,7 @@ def test_a_language_task_of_ones_own(config, tmp_path, capsys, monkeypatch):
 
 def test_a_task_without_token_files_is_told(capsys):
     assert cli.run(["data", "inspect", "recall"]) == 2
-    assert "task: given 'recall', which reads no token files; inspect those of task=language" in capsys.readouterr().err
+    assert (
+        "task: given 'recall', which reads no token files to inspect; name a config of task=language"
+        in capsys.readouterr().err
+    )

@@ -104,7 +104,7 @@ def _subject(context: click.Context, _parameter: click.Parameter, value: str) ->
     return value
 
 
-def overrides(help: str = "settings over the file's, e.g. train.max_steps=10", option: str = ""):
+def overrides(help: str = "settings that override the file's, e.g. train.max_steps=10", option: str = ""):
     """Add KEY=VALUE words, which may stand anywhere among the options, as ``overrides``, a tuple of str.
 
     option: the option that a word without "=" is taken to be of, in the message that refuses it.

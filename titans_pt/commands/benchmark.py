@@ -38,7 +38,10 @@ def memory(out: Path, rounds: int, longest: int):
 @_out
 @_tokens
 def kernels(out: Path, rounds: int, longest: int, tokens: int):
-    """Time the memory's kernels, the dual form in PyTorch and flash-linear-attention's kernels."""
+    """Time the memory's kernels beside other implementations.
+
+    Those are the dual form in PyTorch operators and flash-linear-attention's kernels.
+    """
     from titans_pt.benchmarks.kernels import benchmark_kernels
 
     benchmark_kernels(out, rounds=rounds, longest=longest, tokens=tokens)
@@ -76,15 +79,18 @@ def training(
 @_rounds
 @click.option(
     "--models", type=NAMES, metavar="NAMES",
-    help="the models to time: mixers, or several in turns as in mamba+swa; the first is what the others are compared "
-    "with (default: model.mixers if it is given here, else attention,lmm,mac,mag,mal)",
+    help="the models to time: mixers, or hybrids such as mamba+swa; the others are compared with the first "
+    "(default: model.mixers if it is given here, else attention,lmm,mac,mag,mal)",
 )  # fmt: skip
 @click.option("--prompt", type=whole(1), default=256, metavar="N", help="tokens read first")
 @click.option("--tokens", type=whole(1), default=100, metavar="N", help="tokens generated per round")
 def decode(
     config: str, overrides: tuple[str, ...], out: Path, rounds: int, models: list[str] | None, prompt: int, tokens: int
 ):
-    """Time token-by-token generation with each mixer, at a config's sizes."""
+    """Time token-by-token generation with each mixer.
+
+    The models are untrained and have the sizes of CONFIG.
+    """
     from titans_pt.benchmarks.decode import benchmark_decode
 
     benchmark_decode(out, config, overrides, models, prompt, tokens, rounds)
@@ -96,7 +102,10 @@ def decode(
 @click.option("--tokens", type=whole(1), default=10_000_000, metavar="N", help="tokens of the stream")
 @click.option("--stretches", type=whole(1), default=10, metavar="N", help="equal parts, each timed separately")
 def stream(config, out: Path, tokens: int, stretches: int):
-    """Time an untrained model that reads a long stream of random tokens and carries its state."""
+    """Time a model that reads a long stream.
+
+    The model is untrained, the tokens are random, and the state is carried along.
+    """
     from titans_pt.benchmarks.stream import benchmark_stream
 
     benchmark_stream(out, config, tokens, stretches)

@@ -14,7 +14,7 @@ WRITES = "--save-state"
 
 @click.command()
 @run_folder
-@overrides("evaluation.* settings over the run's, e.g. evaluation.caching")
+@overrides("evaluation.* settings that override the run's, e.g. evaluation.caching")
 @click.option("--system", metavar="TEXT", help="the system message (default: the chat template's own, if it has one)")
 @click.option("--max-new-tokens", type=whole(1), default=512, metavar="N", help="maximum number of tokens of an answer")
 @sampling

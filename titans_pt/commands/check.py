@@ -14,8 +14,8 @@ SECTION = "tools"
 def check(config, tokens: int | None):
     """Check that the model's mixers and memory rules keep their promises.
 
-    No token sees a later one, rows are independent, cuts change nothing, documents see nothing before them, and a
-    memory equals its token-by-token definition. It needs no data.
+    No token sees a later one; rows are independent; reading a sequence in pieces changes nothing; documents see nothing
+    before them; a memory equals its token-by-token definition. The check needs no data.
     """
     from titans_pt.inspection.promises import check_promises
 

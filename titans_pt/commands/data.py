@@ -31,7 +31,9 @@ def inspect(config, documents: int, verify: bool, sample: int | None, step: int 
     import_modules(config.run.imports)
     kind = TASKS.find(config.task)
     if not issubclass(kind, Language):
-        raise UserError(f"task: given {config.task!r}, which reads no token files; inspect those of task=language")
+        raise UserError(
+            f"task: given {config.task!r}, which reads no token files to inspect; name a config of task=language"
+        )
 
     def opened():
         return task_of(checked(config)).open().train

@@ -10,7 +10,7 @@ WRITES = "--out"
 
 @click.command()
 @run_folder
-@overrides("evaluation.* settings over the run's, and data.dir", option="--suite")
+@overrides("evaluation.* settings that override the run's, and data.dir", option="--suite")
 @checkpoint_step
 @click.option(
     "--suite", metavar="NAME",

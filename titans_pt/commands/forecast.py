@@ -11,7 +11,8 @@ WRITES = "--out"
 @click.command()
 @run_folder
 @overrides(
-    "forecast.missing, gaps, date_column and date_format: how FILE is read, over the run's settings", option="--csv"
+    "forecast.missing, gaps, date_column and date_format, which say how FILE is read and override the run's",
+    option="--csv",
 )
 @click.option(
     "--csv", "own", type=PATH, metavar="FILE", help="a series with the run's columns (default: the run's own)"

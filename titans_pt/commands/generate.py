@@ -12,7 +12,7 @@ WRITES = "--save-state"
 
 @click.command()
 @run_folder
-@overrides("evaluation.* settings over the run's, e.g. evaluation.caching", option="--prompt")
+@overrides("evaluation.* settings that override the run's, e.g. evaluation.caching", option="--prompt")
 @click.option("--prompt", metavar="TEXT", help="text to continue; optional with --state")
 @click.option(
     "--prompt-file", type=PATH, metavar="FILE",
@@ -26,7 +26,7 @@ WRITES = "--save-state"
 @click.option("--batch", type=whole(1), default=8, metavar="N", help="prompts of --prompts per batch")
 @click.option(
     "--max-new-tokens", type=whole(0), default=100, metavar="N",
-    help="maximum number of new tokens; 0, with --save-state, only reads",
+    help="maximum number of new tokens; 0 only reads the prompt, for --save-state",
 )  # fmt: skip
 @sampling
 @checkpoint_step
@@ -42,9 +42,9 @@ def generate(
     if len(given) > 1:
         raise click.UsageError(f"{given[0]} and {given[1]} exclude each other; leave one out.")
     if prompts is not None and (state or save_state):
-        raise click.UsageError("A state is of one text: --prompts excludes --state and --save-state.")
+        raise click.UsageError("A state has one text: --prompts excludes --state and --save-state.")
     if not max_new_tokens and save_state is None:
-        raise click.UsageError("--max-new-tokens 0 reads alone: give --save-state, or 1 or more.")
+        raise click.UsageError("--max-new-tokens 0 only reads the prompt: also give --save-state, or 1 or more.")
     if not prompt and prompt_file is None and prompts is None and state is None:
         raise click.UsageError("Nothing to continue: give --prompt, --prompt-file, --prompts or --state.")
     from titans_pt.tools.files import read_text

@@ -13,8 +13,8 @@ WRITES = "--out"
     "folder",
     metavar="DIR",
     type=PATH,
-    help="a folder that titans export wrote, or a Llama, Qwen2, Qwen3 or Mistral; or a GGUF file of one; smollm2-135m: "
-    "SmolLM2-135M-Instruct in 4 bits, from a package",
+    help="a folder that titans export wrote; a Llama, Qwen2, Qwen3 or Mistral in Hugging Face's format; a GGUF file of "
+    "one; or smollm2-135m, which is SmolLM2-135M-Instruct in 4 bits from a package",
 )
 @overrides("settings of this machine, e.g. data.dir=data/fineweb")
 @click.option("--out", type=FOLDER, required=True, metavar="RUN", help="the run folder to write")

@@ -42,8 +42,8 @@ def prepare(config, force: bool, workers: int, shard: tuple[int, int] | None):
         kind = TASKS.find(config.task)
         if kind.prepare is not Language.prepare:
             if shard:
-                raise UserError(f"--shard: given {shard[0]}/{shard[1]}; only with a task that reads token files, whose "
-                                f"text is cut in parts; task={config.task} reads none")  # fmt: skip
+                raise UserError(f"--shard: given {shard[0]}/{shard[1]}, which divides the text of token files, but "
+                                f"task={config.task} reads none; leave it out")  # fmt: skip
             task = task_of(checked(config))
             if kind.prepare is Task.prepare:
                 print(f"task={config.task}: its samples are drawn, nothing to prepare", file=sys.stderr)

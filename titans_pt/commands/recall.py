@@ -11,7 +11,7 @@ WRITES = "run.dir"
 @overrides(option="--models")
 @click.option(
     "--models", type=NAMES, metavar="NAMES",
-    help="the models to train: mixers, or several in turns as in mamba+swa (default: model.mixers if it is given, "
+    help="the models to train: mixers, or hybrids such as mamba+swa (default: model.mixers if it is given, "
     "else lmm,mac,mag,mal)",
 )  # fmt: skip
 @click.option(

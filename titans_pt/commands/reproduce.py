@@ -61,7 +61,7 @@ def reproduce(
     from titans_pt.reproduce.studies import study
 
     if memory is not None and not dry_run:
-        raise UserError(f"--memory: given {memory:g} without --dry-run, where it says what would fit; leave it out")
+        raise UserError(f"--memory: given {memory:g}, which only --dry-run uses, to say what would fit; leave it out")
     whole = study(target, size)
     order = Order(out or Path("runs/reproduce") / size, models, seeds, tokens, rates or (), overrides)
     if dry_run:

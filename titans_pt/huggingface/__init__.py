@@ -7,7 +7,7 @@
 
 Without this package, ``trust_remote_code=True`` runs the source files that every exported folder carries (source.py).
 generate() carries the memory's state: every token is read once, at any length. To continue after a call, pass its
-``state``: ``model.generate(new_ids, state=out.state)``. docs/evaluation.md lists what else works.
+``state``: ``model.generate(new_ids, state=out.state)``. docs/export.md lists what else works.
 """
 
 from titans_pt.errors import UserError

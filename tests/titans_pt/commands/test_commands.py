@@ -37,6 +37,13 @@ def test_every_command_says_what_it_and_its_arguments_are(words, capsys):
     assert [p.name for p in LEAVES[words].params if not p.help] == []
 
 
+@pytest.mark.parametrize("words", [[], ["benchmark"], ["checkpoint"], ["data"]], ids=" ".join)
+def test_no_line_of_a_list_of_commands_is_cut_short(words, capsys):
+    assert cli.run([*words, "--help"]) == 0
+    _, *listed = capsys.readouterr().out.splitlines()  # the usage ends with [ARGS]...
+    assert [line for line in listed if line.endswith("...")] == []
+
+
 @pytest.mark.parametrize(("words", "option", "bad"), [
     ("prepare c.yaml", "--workers", "0"), ("prepare c.yaml", "--shard", "2/2"), ("prepare c.yaml", "--shard", "1"),
     ("data inspect c.yaml", "--documents", "-1"), ("data inspect c.yaml", "--sample", "-1"),

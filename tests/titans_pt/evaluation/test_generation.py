@@ -203,7 +203,7 @@ def test_a_line_of_json_for_each_prompt(encoding, sentencepiece, run, monkeypatc
     ("--prompts {folder}/rows.jsonl", "--prompts: {folder}/rows.jsonl line 2: no row with prompt, or with messages"),
     ("--prompts {folder}/utf-16", "--prompts: {folder}/utf-16: UTF-16, not UTF-8; convert it"),
     ("--prompts {folder}/latin --prompt a", "--prompt and --prompts exclude each other"),
-    ("--prompts {folder}/blank --save-state s", "A state is of one text: --prompts excludes --state and --save-state"),
+    ("--prompts {folder}/blank --save-state s", "A state has one text: --prompts excludes --state and --save-state"),
 ])  # fmt: skip
 def test_prompts_that_cannot_be_read(prompts, words, message, tmp_path, capsys):
     (tmp_path / "latin").write_bytes("gr\u00fcn".encode("latin-1"))

@@ -89,4 +89,4 @@ def test_a_document_is_read_once_and_asked_later(folder, tmp_path, capsys):
     assert later == "".join(map(decoder.push, ids[-10:])) + decoder.finish() + "\n"
     assert state.stat().st_size < 200_000
     assert cli.run(["generate", str(folder / "run"), "--prompt", text, "--max-new-tokens", "0"]) == 2
-    assert "--max-new-tokens 0 reads alone: give --save-state, or 1 or more" in capsys.readouterr().err
+    assert "--max-new-tokens 0 only reads the prompt: also give --save-state, or 1 or more" in capsys.readouterr().err

@@ -246,7 +246,9 @@ def test_it_trains_resumes_and_is_evaluated(dna, tmp_path, capsys, one_group):
     assert "trained for the task 'classify_dna', which has no text" in error("generate", run, "--prompt", "A")
     (tmp_path / "set" / "train.csv").write_text((tmp_path / "set" / "test.csv").read_text())
     assert "holds sequences of another set (the files have changed)" in error("prepare", dna)
-    assert "--shard: given 0/2; only with a task that reads token files" in error("prepare", dna, "--shard", "0/2")
+    assert "--shard: given 0/2, which divides the text of token files, but task=classify_dna reads none" in error(
+        "prepare", dna, "--shard", "0/2"
+    )
     assert cli.run(["prepare", str(dna), "--force"]) == 0
     assert "holds another set than" in error("evaluate", run)
     assert "holds another set than" in error("train", dna, f"run.dir={run}", "train.max_steps=20")
