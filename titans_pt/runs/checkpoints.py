@@ -30,7 +30,7 @@ from torch import Tensor
 
 from titans_pt.errors import UserError
 from titans_pt.runs.shards import INDEX, ShardReader, Whole, join_shards
-from titans_pt.tools.files import flush_to_disk
+from titans_pt.tools.files import flush_to_disk, write_text
 from titans_pt.tools.tensor_files import describe, save_tensors, sha256
 
 FORMAT, SHARDED = 1, 2
@@ -487,4 +487,4 @@ def clean(folder: Path):
 
 
 def _write_json(path: Path, value: Any):
-    path.write_text(json.dumps(value, indent=1) + "\n")
+    write_text(path, json.dumps(value, indent=1) + "\n")

@@ -133,7 +133,7 @@ class RunFolder:
                     handler.close()
 
     def write_settings(self, config: Config):
-        """Writes config.yaml and versions.json.
+        """Writes versions.json, then config.yaml.
 
         config.yaml has the resolved settings, with their hash and a checksum of the lines in comments. versions.json
         also has the folder from which relative paths count.
@@ -143,8 +143,8 @@ class RunFolder:
         config = config.model_copy(update={"train": config.train.model_copy(update={"resume": "auto"})})
         text = resolved_yaml(config)
         head = f"# sha256 of the settings: {config_hash(config)}\n{_LINES}{_crc(text.encode())}\n"
-        write_text(self.config, head + text)
         write_text(self.versions, json.dumps(versions() | {STARTED_IN: os.getcwd()}, indent=1) + "\n")
+        write_text(self.config, head + text)
 
     def check_settings(self):
         """Warns if config.yaml changed since a training wrote it: a truncated file could pass for a whole one.

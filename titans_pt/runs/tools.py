@@ -2,8 +2,8 @@
 
 import json
 import os
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -60,9 +60,7 @@ def prune_run(run: str, keep_last: int, keep_every: int | None):
     Raises:
         UserError: no checkpoint is complete, one could not be deleted, or the run is training.
     """
-    _found(run)
-    folder = RunFolder(run)
-    with folder.lock():
+    with _locked(run) as folder:
         newest = checkpoints.newest_complete(folder.checkpoints)
         keep = {newest, checkpoints.best(newest)} if newest else set()
         last = checkpoints.step_of(newest) if newest else None
@@ -83,9 +81,7 @@ def merge_run(run: str, step: int | None):
     Raises:
         UserError: there is no checkpoint, it is damaged, or the run is training.
     """
-    _found(run)
-    folder = RunFolder(run)
-    with folder.lock():
+    with _locked(run) as folder:
         path = checkpoints.find(folder.checkpoints, step)
         if (path / checkpoints.MODEL).is_file():
             print(f"{path}: holds whole tensors already")
@@ -140,9 +136,25 @@ def average_run(run: str, out: Path, last: int, steps: Sequence[int] = ()):
     origin = f"mean of {run} at steps {told}"
     state = replace(state, samples=0, adam_step=0, best={}, wandb_id=None, origin=origin)
     checkpoints.save(target.checkpoints, weights, {}, state)
-    target.write_settings(config)
     task.keep(target)
+    target.write_settings(config)  # last: a folder with settings counts as a run, and is not written to again
     print(f"{out}: the mean of {len(steps)} checkpoints, of steps {told}")
+
+
+@contextmanager
+def _locked(run: str) -> Iterator[RunFolder]:
+    """Locks the run's folder, and removes what a killed process left among its checkpoints.
+
+    Raises:
+        UserError: there is no checkpoint, or the run is training.
+    """
+    folder = RunFolder(run)
+    if not folder.checkpoints.is_dir():
+        _found(run)  # raises: the lock would create the folder
+    with folder.lock():
+        checkpoints.clean(folder.checkpoints)
+        _found(run)
+        yield folder
 
 
 def _found(run: str) -> list[Path]:

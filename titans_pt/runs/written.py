@@ -39,8 +39,8 @@ def write_run(
         identity={"tokenizer": hashlib.sha256(tokenizer.read_bytes()).hexdigest()},
     )  # fmt: skip
     checkpoints.save(run.checkpoints, weights, {}, state)
-    run.write_settings(settings)
     keep_tokenizer(tokenizer, settings, run)
+    run.write_settings(settings)  # last: a folder with settings counts as a run, and is not written to again
     return run.path
 
 

@@ -1,35 +1,58 @@
 """Reading and writing whole files: a file is written completely or not at all."""
 
 import codecs
+import contextlib
+import glob
 import os
 import re
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from titans_pt.errors import UserError
 
+_ABANDONED = 86400.0
+"""Seconds without a write after which a temporary file belongs to no process."""
+
 
 def write_atomically(path: Path, write: Callable[[Path], Any], durable: bool = False) -> None:
     """Lets ``write`` fill a temporary file next to ``path``, then renames it: readers see the old file or the new one.
 
     If anything fails, the temporary file is removed and an old file at ``path`` stays unchanged. The folder is created.
+    Temporary files that killed processes left for the same ``path`` are removed after a day.
 
     Args:
         write: called with the path of the temporary file, which has another suffix.
         durable: wait until the content is on the disk before the rename, so that it also survives a power failure.
+
+    Raises:
+        OSError: the disk is full, for example; the error names ``path``.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
+    _remove_abandoned(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         write(temporary)
         if durable:
             flush_to_disk(temporary)
         os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        if isinstance(error, OSError) and error.filename in (None, temporary, str(temporary)):
+            error.filename, error.filename2 = str(path), None  # the error of a write or a flush names no file
+        raise
+
+
+def _remove_abandoned(path: Path):
+    """Removes temporary files of :func:`write_atomically` that were last written to more than a day ago."""
+    for left in path.parent.glob(f".{glob.escape(path.name)}.*"):
+        with contextlib.suppress(OSError):
+            if left.suffix[1:].isdigit() and time.time() - left.stat().st_mtime > _ABANDONED:
+                left.unlink()
 
 
 def check_room(path: Path, what: str, folder: bool = False):
@@ -100,9 +123,16 @@ def write_text(path: Path, text: str) -> None:
 
 
 def flush_to_disk(path: Path) -> None:
-    """Flushes a file, or a folder's entries, to disk, so that a later rename cannot reach the disk first."""
+    """Flushes a file, or a folder's entries, to disk, so that a later rename cannot reach the disk first.
+
+    Raises:
+        OSError: the disk failed; the error names ``path``.
+    """
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
+    except OSError as error:
+        error.filename = str(path)  # the error of a flush names no file
+        raise
     finally:
         os.close(handle)

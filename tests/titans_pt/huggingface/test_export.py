@@ -219,3 +219,22 @@ def test_models_with_rules_of_ones_own_are_imported(prepared, tmp_path, monkeypa
     subprocess.run([sys.executable, "-m", "titans_pt", *words], check=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
     again = load_run(tmp_path / "again")
     assert again.config.run.imports == [name] and again.config.model.memory.rule == name
+
+
+def test_an_import_that_was_killed_is_made_again(runs, tmp_path, monkeypatch):
+    """A folder counts as a run only when it has its checkpoint, its tokenizer and the place of relative paths."""
+    folder, back, replace = huggingface.export_run(runs / "bytes", tmp_path / "hf"), tmp_path / "back", os.replace
+    for last in ("tokenizer.json", "versions.json", "config.yaml"):
+
+        def stops(source, target, last=last):
+            if Path(target) == back / last:
+                raise Killed
+            replace(source, target)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "replace", stops)
+            with pytest.raises(Killed):
+                huggingface.import_run(folder, back)
+        assert not (back / "config.yaml").exists(), last
+    huggingface.import_run(folder, back)
+    assert load_run(back).tokenizer.encode("a") and names(back) >= {"tokenizer.json", "versions.json", "config.yaml"}

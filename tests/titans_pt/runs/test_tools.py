@@ -2,6 +2,7 @@ import errno
 import os
 import shutil
 from dataclasses import replace
+from itertools import count
 
 import pytest
 import torch
@@ -161,3 +162,77 @@ def test_what_cannot_be_averaged_is_one_line(several, tmp_path, capsys):
     assert not os.path.lexists(out)
     assert cli.run(["checkpoint", "average", str(several), "--out", out]) == 0
     assert "of steps 1, 3" in capsys.readouterr().out
+
+
+class Killed(BaseException):
+    pass
+
+
+def kill_at(monkeypatch, name, number):
+    """Make call ``number`` of os.``name``, from 1 on, and all later ones raise Killed, as if the process had ended."""
+    calls, original = count(1), getattr(os, name)
+
+    def call(*arguments, **more):
+        if next(calls) >= number:
+            raise Killed
+        return original(*arguments, **more)
+
+    monkeypatch.setattr(os, name, call)
+
+
+def content(folder):
+    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_an_average_that_was_killed_is_made_again(several, tmp_path, monkeypatch, capsys):
+    """A folder counts as a run only when it is complete: the same command then makes what an undisturbed one makes."""
+    out = tmp_path / "mean"
+    words = ["checkpoint", "average", str(several), "--out", str(out)]
+    assert cli.run(words) == 0
+    whole = content(out)
+    for number in count(1):
+        shutil.rmtree(out)
+        with monkeypatch.context() as patch:
+            kill_at(patch, "replace", number)
+            try:
+                cli.run(words)
+            except Killed:
+                assert not (out / "config.yaml").exists()
+            else:
+                break
+        assert cli.run(words) == 0, capsys.readouterr().err
+        assert content(out) == whole
+    assert number > 4
+
+
+@pytest.mark.parametrize("words", [["prune", "--keep-last", "2"], ["merge"]])
+def test_what_a_killed_process_left_is_removed(run, words, monkeypatch):
+    """A process that was killed while it deleted or wrote a checkpoint left hidden folders as large as checkpoints."""
+    with monkeypatch.context() as patch:
+        kill_at(patch, "rmdir", 1)
+        with pytest.raises(Killed):
+            checkpoints.prune(run / "checkpoints", 3)
+    (run / "checkpoints/.step-00000009.tmp").mkdir()
+    assert {path.name for path in (run / "checkpoints").glob(".*")} == {".step-00000002.old", ".step-00000009.tmp"}
+    assert cli.run(["checkpoint", words[0], str(run), *words[1:]]) == 0
+    assert not list((run / "checkpoints").glob(".*"))
+
+
+def test_a_merge_that_was_killed_between_its_renames_finds_its_checkpoint_again(run):
+    """The newest checkpoint then has a hidden name; an older one must not be merged in its place."""
+    path = run / "checkpoints/step-00000008"
+    path.rename(path.with_name(".step-00000008.old"))
+    path.with_name(".step-00000008.tmp").mkdir()
+    assert cli.run(["checkpoint", "merge", str(run)]) == 0
+    assert checkpoints.verify(path) == [] and not list(path.parent.glob(".*"))
+
+
+def test_a_failing_disk_is_one_line(several, tmp_path, monkeypatch, capsys):
+    def fail(_):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "fsync", fail)
+    out = tmp_path / "mean"
+    assert cli.run(["checkpoint", "average", str(several), "--out", str(out)]) == 1
+    error = capsys.readouterr().err
+    assert f"titans: error: {out}/checkpoints/.step-00000003.tmp/" in error and "Input/output error; its disk" in error

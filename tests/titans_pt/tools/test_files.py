@@ -2,6 +2,9 @@
 
 import errno
 import os
+import shutil
+import time
+from pathlib import Path
 
 import pytest
 
@@ -40,6 +43,38 @@ def test_durable_waits_for_the_disk_before_the_rename(tmp_path, monkeypatch):
     assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
     write_atomically(path, lambda temporary: temporary.write_text("new"))
     assert path.read_text() == "new"
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
+@pytest.mark.parametrize("call", ["write", "fsync", "replace"])
+def test_the_error_of_a_disk_names_the_file(tmp_path, monkeypatch, call, code):
+    path = tmp_path / "f"
+
+    def refuse(*_):
+        raise OSError(code, os.strerror(code))
+
+    if call != "write":
+        monkeypatch.setattr(os, call, refuse)
+    with pytest.raises(OSError) as error:
+        write_atomically(path, refuse if call == "write" else Path.touch, durable=True)
+    assert (error.value.errno, error.value.filename) == (code, str(path))
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_error_of_another_file_keeps_its_name(tmp_path):
+    with pytest.raises(OSError) as error:
+        write_atomically(tmp_path / "f", lambda temporary: shutil.copyfile(tmp_path / "missing", temporary))
+    assert error.value.filename == str(tmp_path / "missing")
+
+
+def test_what_killed_processes_left_is_removed_after_a_day(tmp_path):
+    old, new, other, own = (tmp_path / name for name in (".f[1].77", ".f[1].78", ".f[1].79x", ".f1.80"))
+    for path in (old, new, other, own):
+        path.write_text("half")
+        if path != new:
+            os.utime(path, (time.time() - 100_000,) * 2)
+    write_text(tmp_path / "f[1]", "whole")
+    assert sorted(tmp_path.iterdir()) == sorted([new, other, own, tmp_path / "f[1]"])
 
 
 @pytest.mark.parametrize(("place", "folder", "problem"), [
