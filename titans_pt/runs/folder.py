@@ -16,7 +16,7 @@ from titans_pt.config import Config, config_hash
 from titans_pt.config.place import ABOUT, SETTINGS, STARTED_IN
 from titans_pt.config.yaml import resolved_yaml
 from titans_pt.errors import UserError
-from titans_pt.tools.files import write_text
+from titans_pt.tools.files import DISK_FAILED, write_text
 from titans_pt.tools.locks import sign, take
 
 log = logging.getLogger(__name__)
@@ -79,11 +79,14 @@ class RunFolder:
 
         Raises:
             UserError: another run uses this folder, or it cannot be written to.
+            OSError: the disk failed, one of DISK_FAILED.
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             file = (self.path / ".lock").open("a+")
         except OSError as error:
+            if error.errno in DISK_FAILED:
+                raise
             in_the_way = isinstance(error, FileExistsError)
             why = "a file, or a link to a folder that does not exist here" if in_the_way else error.strerror
             raise UserError(f"run.dir: {error.filename}: {why}; set run.dir to a folder you may write to") from None

@@ -2,18 +2,21 @@
 
 import codecs
 import contextlib
+import errno
 import glob
 import os
 import re
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from titans_pt.errors import UserError
 
+DISK_FAILED = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EREMOTEIO, errno.ENODEV)
+"""Errors of a disk or its server, which may be gone when a launcher restarts the command."""
 _ABANDONED = 86400.0
 """Seconds without a write after which a temporary file belongs to no process."""
 
@@ -35,15 +38,16 @@ def write_atomically(path: Path, write: Callable[[Path], Any], durable: bool = F
     _remove_abandoned(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        write(temporary)
-        if durable:
-            flush_to_disk(temporary)
-        os.replace(temporary, path)
+        with naming(temporary):
+            write(temporary)
+            if durable:
+                flush_to_disk(temporary)
+            os.replace(temporary, path)
     except BaseException as error:
         with contextlib.suppress(OSError):
             temporary.unlink()
-        if isinstance(error, OSError) and error.filename in (None, temporary, str(temporary)):
-            error.filename, error.filename2 = str(path), None  # the error of a write or a flush names no file
+        if isinstance(error, OSError) and str(error.filename) == str(temporary):
+            error.filename, error.filename2 = str(path), None
         raise
 
 
@@ -67,6 +71,7 @@ def check_room(path: Path, what: str, folder: bool = False):
 
     Raises:
         UserError: it cannot be written.
+        OSError: the disk failed, one of DISK_FAILED.
     """
     kind = "folder" if folder else "file"
     try:
@@ -76,9 +81,11 @@ def check_room(path: Path, what: str, folder: bool = False):
             place = path if folder else path.parent
             while not place.exists():
                 place = place.parent
-            with tempfile.TemporaryFile(dir=place):
+            with naming(place), tempfile.TemporaryFile(dir=place):
                 return
     except OSError as error:
+        if error.errno in DISK_FAILED:
+            raise
         problem = error.strerror or str(error)
     what, _, remedy = what.partition("; ")
     raise UserError(f"{what}: {path} cannot be written to ({problem}); "
@@ -130,9 +137,22 @@ def flush_to_disk(path: Path) -> None:
     """
     handle = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(handle)
-    except OSError as error:
-        error.filename = str(path)  # the error of a flush names no file
-        raise
+        with naming(path):
+            os.fsync(handle)
     finally:
         os.close(handle)
+
+
+@contextlib.contextmanager
+def naming(path: str | Path) -> Iterator[None]:
+    """Gives the name ``path`` to errors inside the ``with`` that name no file: those of writing, flushing and closing.
+
+    Raises:
+        OSError: as inside the ``with``.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titans_pt.errors import UserError
+from titans_pt.tools.files import naming
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,13 +35,10 @@ def save_tensors(tensors: dict[str, Tensor], path: Path):
         offset += size
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    try:
-        with path.open("wb") as file:
-            file.write(len(text).to_bytes(8, "little") + text)
-            for name in header:
-                file.write(tensors[name].numpy().data)
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from None  # the error of a write names no file
+    with naming(path), path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name in header:
+            file.write(tensors[name].numpy().data)
 
 
 def describe(path: Path) -> dict[str, Any]:

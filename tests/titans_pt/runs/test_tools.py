@@ -1,5 +1,6 @@
 import errno
 import os
+import resource
 import shutil
 from dataclasses import replace
 from itertools import count
@@ -236,3 +237,14 @@ def test_a_failing_disk_is_one_line(several, tmp_path, monkeypatch, capsys):
     assert cli.run(["checkpoint", "average", str(several), "--out", str(out)]) == 1
     error = capsys.readouterr().err
     assert f"titans: error: {out}/checkpoints/.step-00000003.tmp/" in error and "Input/output error; its disk" in error
+
+
+def test_prune_frees_a_full_disk(run, capsys):
+    """No byte can be written there, not even the name of the process that holds the run's lock."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+    try:
+        assert cli.run(["checkpoint", "prune", str(run), "--keep-last", "1"]) == 0
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert capsys.readouterr().out.count("deleted") == 3

@@ -103,6 +103,18 @@ def test_it_is_really_tried_and_the_remedy_can_be_another(tmp_path, monkeypatch,
         check_room(tmp_path / "new/x", "RUN; give --out DIR")
 
 
+def test_a_disk_that_fails_may_be_gone_when_the_command_is_restarted(tmp_path, monkeypatch):
+    """It is no UserError: a launcher starts the command again."""
+
+    def refused(dir):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr("titans_pt.tools.files.tempfile.TemporaryFile", refused)
+    with pytest.raises(OSError) as error:
+        check_room(tmp_path / "x", "--out")
+    assert error.value.filename == str(tmp_path)
+
+
 def test_where_there_is_room_nothing_is_left(tmp_path):
     write_text(tmp_path / "old", "old")
     for place, folder in (("old", False), ("new", False), ("new", True), ("a/b/c", True), (".", True)):
