@@ -13,6 +13,7 @@ Nothing here knows about ranks or DeepSpeed. docs/checkpoints.md describes the l
 """
 
 import contextlib
+import errno
 import itertools
 import json
 import logging
@@ -30,7 +31,7 @@ from torch import Tensor
 
 from titans_pt.errors import UserError
 from titans_pt.runs.shards import INDEX, ShardReader, Whole, join_shards
-from titans_pt.tools.files import flush_to_disk, write_text
+from titans_pt.tools.files import flush_to_disk, naming, write_text
 from titans_pt.tools.tensor_files import describe, save_tensors, sha256
 
 FORMAT, SHARDED = 1, 2
@@ -43,6 +44,8 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 """The kinds of Adam's state for a parameter, by torch's names."""
 MODEL, OPTIMIZER, TRAINER, MANIFEST = "model.safetensors", "optimizer.safetensors", "trainer.json", "manifest.json"
 _NAME = re.compile(r"step-(\d{8,})")
+_DAMAGE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EIO)
+"""Errors of a file that is gone, was replaced, or lies on a broken part of a disk."""
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
@@ -216,11 +219,15 @@ def verify(path: Path, content: bool = True) -> list[str]:
 
     Args:
         content: False: compare only the sizes of the files, without reading them.
+
+    Raises:
+        OSError: it cannot be read now, for another reason than damage (_DAMAGE): its server does not answer, it belongs
+            to another user, or too many files are open. An older checkpoint must not take its place.
     """
     if not path.exists():
         return ["it does not exist"]
     try:
-        manifest = json.loads((path / MANIFEST).read_text())
+        manifest = json.loads(_text(path / MANIFEST))
         if manifest["format"] not in (FORMAT, SHARDED):
             return [f"{MANIFEST}: format {manifest['format']}, this version reads {FORMAT} and {SHARDED}"]
         files = {name: (file["bytes"], file["sha256"]) for name, file in manifest["files"].items()}
@@ -230,6 +237,8 @@ def verify(path: Path, content: bool = True) -> list[str]:
     except FileNotFoundError:
         return [f"{MANIFEST}: missing; the checkpoint was never completed"]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        if isinstance(error, OSError) and error.errno not in _DAMAGE:
+            raise
         return [f"{MANIFEST}: cannot be read ({error})"]
     problems = []
     for name, (written, digest) in files.items():
@@ -239,6 +248,8 @@ def verify(path: Path, content: bool = True) -> list[str]:
             elif content and sha256(path / name) != digest:
                 problems.append(f"{name}: content differs from what was written (SHA-256)")
         except OSError as error:
+            if error.errno not in _DAMAGE:
+                raise
             problems.append(f"{name}: {error.strerror}")
     return problems
 
@@ -250,10 +261,16 @@ def newest_complete(folder: Path) -> Path | None:
 
     Raises:
         UserError: there are checkpoints, but none is complete; starting from scratch must be the user's decision.
+        OSError: a checkpoint cannot be read now, as in :func:`verify`.
     """
     paths = list_checkpoints(folder)
     for path in reversed(paths):
-        problems = verify(path)
+        try:
+            problems = verify(path)
+        except OSError as error:
+            if os.path.lexists(path):
+                raise
+            problems = [str(error)]
         if not problems:
             return path
         if not os.path.lexists(path):  # its training has just deleted it, and has newer ones
@@ -316,7 +333,7 @@ def undisturbed(folder: Path, read: Callable[[], T]) -> T:
 
 
 def read_state(path: Path) -> TrainerState:
-    tree = json.loads((path / TRAINER).read_text())
+    tree = json.loads(_text(path / TRAINER))
     if "identity" not in tree:  # version 0.1.0 had no other task than language
         tree["identity"] = {"tokenizer": tree.pop("tokenizer_sha256"), "data": tree.pop("data_fingerprint")}
     return TrainerState(**tree)
@@ -327,7 +344,7 @@ def checkpoint_hash(path: Path) -> str:
 
     A checkpoint merged from shards keeps the hash that it had as shards, since its tensors are the same.
     """
-    return json.loads((path / MANIFEST).read_text()).get(_KNOWN_AS) or sha256(path / MANIFEST)
+    return json.loads(_text(path / MANIFEST)).get(_KNOWN_AS) or sha256(path / MANIFEST)
 
 
 class Tensors:
@@ -404,9 +421,16 @@ def outdated(
 ) -> list[Path]:
     """The checkpoints that :func:`prune` deletes, oldest first. Incomplete ones do not count among the newest."""
     found = [path for path in list_checkpoints(folder) if newest is None or step_of(path) <= newest]
-    whole = [path for path in found if not verify(path, content=False)]
+    whole = [path for path in found if _is_whole(path)]
     old = found[: found.index(whole[-keep_last])] if len(whole) >= keep_last else []
     return [path for path in old if path not in keep and not (keep_every and step_of(path) % keep_every == 0)]
+
+
+def _is_whole(path: Path) -> bool:
+    try:
+        return not verify(path, content=False)
+    except OSError:  # it cannot be read now: it is kept, and does not count
+        return False
 
 
 def prune(
@@ -484,6 +508,11 @@ def clean(folder: Path):
     for path in folder.glob(".step-*"):
         with contextlib.suppress(OSError):
             _delete(path)
+
+
+def _text(path: Path) -> str:
+    with naming(path):
+        return path.read_text()
 
 
 def _write_json(path: Path, value: Any):

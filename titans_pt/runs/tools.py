@@ -34,12 +34,15 @@ def verify_run(run: str):
     """Reads every byte of every checkpoint and prints one line each.
 
     Raises:
-        UserError: a checkpoint is damaged.
+        UserError: a checkpoint is damaged, or cannot be read.
     """
     paths = _found(run)
     damaged = 0
     for path in paths:
-        problems = checkpoints.verify(path)
+        try:
+            problems = checkpoints.verify(path)
+        except OSError as error:
+            problems = [str(error)]
         if not os.path.lexists(path):
             print(f"{path}: deleted by its training")
             continue

@@ -47,7 +47,7 @@ def describe(path: Path) -> dict[str, Any]:
 
 
 def sha256(path: Path) -> str:
-    with path.open("rb") as file:
+    with naming(path), path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
