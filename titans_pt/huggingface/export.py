@@ -26,7 +26,7 @@ from titans_pt.huggingface.source import CARRIED, HEAD
 from titans_pt.layers.lora import merged
 from titans_pt.runs.folder import RunFolder
 from titans_pt.runs.loaded import load_run, with_rows
-from titans_pt.runs.written import write_run
+from titans_pt.runs.written import check_new, write_run
 from titans_pt.tools.tensor_files import check_sums, write_sums
 from titans_pt.training.transfer import counted_rows
 
@@ -143,8 +143,7 @@ def import_run(folder: str | Path, run_dir: str | Path, overrides: Sequence[str]
             run; or a module cannot be imported.
     """
     folder, run = Path(folder), RunFolder(run_dir)
-    if run.config.exists():
-        raise UserError(f"{run.path}: holds a run already; name another folder")
+    check_new(run)
     if (source := source_of(folder)) is not None:
         with tempfile.TemporaryDirectory() as scratch:
             found = read_llama(source, Path(scratch))

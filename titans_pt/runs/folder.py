@@ -72,10 +72,13 @@ class RunFolder:
         return self.evaluation / f"reading-{key[:16]}.safetensors"
 
     @contextlib.contextmanager
-    def lock(self):
-        """Locks the folder for one training process (see :mod:`titans_pt.tools.locks`).
+    def lock(self, setting: str = "run.dir"):
+        """Locks the folder for one process that writes it (see :mod:`titans_pt.tools.locks`).
 
         The system releases the lock even if the process is killed. On a file system without locks, a warning is logged.
+
+        Args:
+            setting: the setting or option that names the folder, for messages.
 
         Raises:
             UserError: another run uses this folder, or it cannot be written to.
@@ -89,13 +92,13 @@ class RunFolder:
                 raise
             in_the_way = isinstance(error, FileExistsError)
             why = "a file, or a link to a folder that does not exist here" if in_the_way else error.strerror
-            raise UserError(f"run.dir: {error.filename}: {why}; set run.dir to a folder you may write to") from None
+            raise UserError(f"{setting}: {error.filename}: {why}; set {setting} to a folder you may write to") from None
         with file:
             if not take(file.fileno(), self.path, "a second run here would not be noticed"):
                 file.seek(0)
                 raise UserError(
-                    f"run.dir: {self.path} is in use by another run ({file.read().strip() or 'just starting'}); wait "
-                    "for it to end, or set another run.dir"
+                    f"{setting}: {self.path} is in use by another run ({file.read().strip() or 'just starting'}); "
+                    f"wait for it to end, or set another {setting}"
                 )
             sign(file)
             yield self

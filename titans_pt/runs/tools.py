@@ -11,6 +11,7 @@ from titans_pt.config.files import load_stored, validated
 from titans_pt.errors import UserError
 from titans_pt.runs import checkpoints
 from titans_pt.runs.folder import RunFolder
+from titans_pt.runs.written import check_new, new_run
 from titans_pt.tasks import task_of
 
 
@@ -115,8 +116,7 @@ def average_run(run: str, out: Path, last: int, steps: Sequence[int] = ()):
         UserError: fewer than two checkpoints, a damaged one, or ``out`` holds a run already.
     """
     found, folder, target = _found(run), RunFolder(run), RunFolder(out)
-    if target.config.exists():
-        raise UserError(f"--out {out}: holds a run already; name another folder")
+    check_new(target)
     complete = [checkpoints.step_of(path) for path in found if not checkpoints.verify(path, content=False)]
     steps = sorted(set(steps)) or complete[-last:]
     paths = [checkpoints.find(folder.checkpoints, step) for step in steps]
@@ -138,9 +138,10 @@ def average_run(run: str, out: Path, last: int, steps: Sequence[int] = ()):
     told = ", ".join(map(str, steps))
     origin = f"mean of {run} at steps {told}"
     state = replace(state, samples=0, adam_step=0, best={}, wandb_id=None, origin=origin)
-    checkpoints.save(target.checkpoints, weights, {}, state)
-    task.keep(target)
-    target.write_settings(config)  # last: a folder with settings counts as a run, and is not written to again
+    with new_run(target):
+        checkpoints.save(target.checkpoints, weights, {}, state)
+        task.keep(target)
+        target.write_settings(config)
     print(f"{out}: the mean of {len(steps)} checkpoints, of steps {told}")
 
 

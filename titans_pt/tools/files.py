@@ -47,7 +47,7 @@ def write_atomically(path: Path, write: Callable[[Path], Any], durable: bool = F
         with contextlib.suppress(OSError):
             temporary.unlink()
         if isinstance(error, OSError) and str(error.filename) == str(temporary):
-            error.filename, error.filename2 = str(path), None
+            raise OSError(error.errno, error.strerror, str(path)) from None
         raise
 
 
@@ -153,6 +153,6 @@ def naming(path: str | Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.filename is None:
+        if error.errno is not None and error.filename is None:
             error.filename = str(path)
         raise

@@ -12,6 +12,7 @@ from tests.helpers.untrained import untrained_run
 from tests.titans_pt.runs.test_checkpoints import MOMENTS, STATE, WEIGHTS
 from titans_pt import cli
 from titans_pt.runs import checkpoints
+from titans_pt.runs.folder import RunFolder
 from titans_pt.runs.loaded import load_run
 
 
@@ -182,7 +183,8 @@ def kill_at(monkeypatch, name, number):
 
 
 def content(folder):
-    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    files = (path for path in folder.rglob("*") if path.is_file() and path.name != ".lock")
+    return {path.relative_to(folder): path.read_bytes() for path in files}
 
 
 def test_an_average_that_was_killed_is_made_again(several, tmp_path, monkeypatch, capsys):
@@ -204,6 +206,15 @@ def test_an_average_that_was_killed_is_made_again(several, tmp_path, monkeypatch
         assert cli.run(words) == 0, capsys.readouterr().err
         assert content(out) == whole
     assert number > 4
+
+
+def test_two_processes_do_not_write_one_run(several, tmp_path, capsys):
+    """Their files would be mixed in one checkpoint, which its manifest then calls damaged."""
+    out = tmp_path / "mean"
+    with RunFolder(out).lock():
+        assert cli.run(["checkpoint", "average", str(several), "--out", str(out)]) == 2
+    assert f"--out: {out} is in use by another run (process {os.getpid()} on" in capsys.readouterr().err
+    assert [path.name for path in out.iterdir()] == [".lock"]
 
 
 @pytest.mark.parametrize("words", [["prune", "--keep-last", "2"], ["merge"]])

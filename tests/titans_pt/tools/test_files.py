@@ -57,7 +57,7 @@ def test_the_error_of_a_disk_names_the_file(tmp_path, monkeypatch, call, code):
         monkeypatch.setattr(os, call, refuse)
     with pytest.raises(OSError) as error:
         write_atomically(path, refuse if call == "write" else Path.touch, durable=True)
-    assert (error.value.errno, error.value.filename) == (code, str(path))
+    assert str(error.value) == f"[Errno {code}] {os.strerror(code)}: {str(path)!r}"
     assert not list(tmp_path.iterdir())
 
 
