@@ -26,13 +26,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from safetensors import safe_open
 from torch import Tensor
 
 from titans_pt.errors import UserError
 from titans_pt.runs.shards import INDEX, ShardReader, Whole, join_shards
 from titans_pt.tools.files import flush_to_disk, naming, write_text
-from titans_pt.tools.tensor_files import describe, save_tensors, sha256
+from titans_pt.tools.tensor_files import describe, open_tensors, save_tensors, sha256
 
 FORMAT, SHARDED = 1, 2
 """Formats in manifest.json: whole tensors, or shards."""
@@ -363,7 +362,7 @@ class Tensors:
             self._stack.enter_context(self._shards)
         else:
             self._model, self._optimizer = (
-                self._stack.enter_context(safe_open(self._path / name, framework="pt", device="cpu"))
+                self._stack.enter_context(open_tensors(self._path / name))
                 for name in (MODEL, OPTIMIZER)
             )
         return self

@@ -41,6 +41,18 @@ def save_tensors(tensors: dict[str, Tensor], path: Path):
             file.write(tensors[name].numpy().data)
 
 
+def open_tensors(path: Path) -> Any:
+    """A safetensors file, for ``with``; its tensors come on the CPU.
+
+    Raises:
+        OSError: it cannot be opened. The library alone says "No such file" of every reason, such as too many open files.
+    """
+    from safetensors import safe_open
+
+    with path.open("rb"):
+        return safe_open(path, framework="pt", device="cpu")
+
+
 def describe(path: Path) -> dict[str, Any]:
     """{"bytes": size of the file, "sha256": hash of its content, hex}."""
     return {"bytes": path.stat().st_size, "sha256": sha256(path)}

@@ -2,6 +2,7 @@ import errno
 import io
 import json
 import os
+import resource
 from dataclasses import replace
 
 import pytest
@@ -133,6 +134,19 @@ def test_what_cannot_be_read_now_is_not_damaged(tmp_path, monkeypatch, code, nam
         if name == "manifest.json":
             assert checkpoints.outdated(tmp_path, 1) == [], "it does not count among the newest, and stays"
     assert checkpoints.newest_complete(tmp_path) == newest
+
+
+def test_too_many_open_files_are_no_missing_file(tmp_path):
+    path = save(tmp_path, 5)
+    before, free = resource.getrlimit(resource.RLIMIT_NOFILE), os.open(os.devnull, os.O_RDONLY)
+    os.close(free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free, before[1]))
+    try:
+        with pytest.raises(OSError) as error, checkpoints.Tensors(path):
+            pass
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert (error.value.errno, error.value.filename) == (errno.EMFILE, str(path / "model.safetensors"))
 
 
 def test_a_broken_part_of_a_disk_is_damage(tmp_path, monkeypatch, caplog):
