@@ -1,5 +1,6 @@
 """Exports into a folder that holds an earlier export, another run's, a killed one's, or other files."""
 
+import errno
 import importlib
 import json
 import os
@@ -128,6 +129,27 @@ def test_an_export_that_fails_leaves_the_one_before(runs, tmp_path, monkeypatch)
     with pytest.raises(OSError, match="No space left"):
         huggingface.export_run(runs / "bytes", folder)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), KeyboardInterrupt()])
+def test_an_export_that_fails_among_its_files_can_be_repeated(runs, tmp_path, monkeypatch, error):
+    """A full disk or Ctrl-C while the files are moved into place."""
+    folder, replace = tmp_path / "hf", os.replace
+
+    def fails(source, target):
+        if Path(target).name == "tokenizer_config.json":  # after model.safetensors, before config.json
+            raise error
+        replace(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", fails)
+        with pytest.raises(type(error)):
+            huggingface.export_run(runs / "words", folder)
+    assert (folder / "model.safetensors").exists() and not (folder / "config.json").exists()
+    with pytest.raises(UserError, match="an export into it was cut short; export again"):
+        huggingface.import_run(folder, tmp_path / "back")
+    huggingface.export_run(runs / "words", folder)
+    assert names(folder) == names(huggingface.export_run(runs / "words", tmp_path / "clean"))
 
 
 @pytest.mark.parametrize(
