@@ -129,7 +129,7 @@ def _in_processes(job: Job, todo: list[tuple[int, Part]], processes: int, progre
     try:
         while waiting := [process.sentinel for process in team if process.is_alive()]:
             connection.wait(waiting, timeout=1.0)
-            progress.set(*counters[:])
+            progress.set(*counters.get_obj()[:])  # without the lock, which a killed process may have held
             if not failures.empty():
                 raise failures.get()
             for process in team:
@@ -143,7 +143,7 @@ def _in_processes(job: Job, todo: list[tuple[int, Part]], processes: int, progre
                     raise RuntimeError("a process of titans prepare failed; its traceback is above")
         if not failures.empty():
             raise failures.get()
-        progress.set(*counters[:])
+        progress.set(*counters.get_obj()[:])
     finally:
         for process in team:
             process.terminate()
