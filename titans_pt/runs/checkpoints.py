@@ -362,8 +362,7 @@ class Tensors:
             self._stack.enter_context(self._shards)
         else:
             self._model, self._optimizer = (
-                self._stack.enter_context(open_tensors(self._path / name))
-                for name in (MODEL, OPTIMIZER)
+                self._stack.enter_context(open_tensors(self._path / name)) for name in (MODEL, OPTIMIZER)
             )
         return self
 

@@ -45,7 +45,8 @@ def open_tensors(path: Path) -> Any:
     """A safetensors file, for ``with``; its tensors come on the CPU.
 
     Raises:
-        OSError: it cannot be opened. The library alone says "No such file" of every reason, such as too many open files.
+        OSError: it cannot be opened. The library alone says "No such file" whatever the reason, such as too many
+            open files.
     """
     from safetensors import safe_open
 
