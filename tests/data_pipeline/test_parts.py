@@ -239,3 +239,13 @@ def test_a_process_that_is_killed_while_it_counts_leaves_nobody_waiting(many, mo
     finally:
         signal.alarm(0)
         signal.signal(signal.SIGALRM, before)
+
+
+def test_processes_that_are_all_killed_at_once_are_told(many, monkeypatch):
+    """They have ended before the first look at them."""
+    kind = multiprocessing.get_context("spawn").Process
+    start = kind.start
+    monkeypatch.setattr(kind, "start", lambda process: (start(process), process.join()))
+    monkeypatch.setattr(parts, "_work", _die)
+    with pytest.raises(UserError, match="ended by signal 9"):
+        prepare(many("data"), workers=2)
