@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from titans_pt.config import Config, DataConfig, SourceConfig
 from titans_pt.data_pipeline.text import utf8
 from titans_pt.errors import UserError
+from titans_pt.tools.files import DISK_FAILED, naming
 from titans_pt.tools.sealed import unseal
 from titans_pt.tools.tensor_files import sha256
 
@@ -31,13 +32,17 @@ def read_manifest(folder: Path) -> dict | None:
 
     Raises:
         UserError: it is damaged.
+        OSError: the disk failed, one of DISK_FAILED.
     """
     path = folder / MANIFEST
     try:
-        manifest = unseal(path.read_bytes())
+        with naming(path):
+            manifest = unseal(path.read_bytes())
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
+        if error.errno in DISK_FAILED:
+            raise
         raise UserError(f"{path}: {error.strerror}; {_REMEDY}") from None
     except ValueError as error:
         raise UserError(f"{path}: damaged ({error}); {_REMEDY}") from None

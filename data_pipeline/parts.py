@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from multiprocessing import connection
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow
@@ -123,27 +124,31 @@ def _in_processes(job: Job, todo: list[tuple[int, Part]], processes: int, progre
     # spawn: a forked process would inherit locks that threads of this one hold
     context = multiprocessing.get_context("spawn")
     following, counters, failures = context.Value("q", 0), context.Array("q", 4), context.SimpleQueue()
+    counts: Any = counters.get_obj()  # read without the lock, which a killed process may hold
     team = [context.Process(target=_work, args=(job, todo, following, counters, failures)) for _ in range(processes)]
     for process in team:
         process.start()
+
+    def check():
+        if not failures.empty():
+            raise failures.get()
+        for process in team:
+            if process.exitcode and process.exitcode < 0:
+                raise UserError(
+                    f"titans prepare: a process was ended by signal {-process.exitcode} (9: usually "
+                    f"out of memory); run the same command again, with fewer --workers than "
+                    f"{processes}: finished parts are kept"
+                )
+            if process.exitcode:
+                raise RuntimeError("a process of titans prepare failed; its traceback is above")
+
     try:
         while waiting := [process.sentinel for process in team if process.is_alive()]:
             connection.wait(waiting, timeout=1.0)
-            progress.set(*counters[:])
-            if not failures.empty():
-                raise failures.get()
-            for process in team:
-                if process.exitcode and process.exitcode < 0:
-                    raise UserError(
-                        f"titans prepare: a process was ended by signal {-process.exitcode} (9: usually "
-                        f"out of memory); run the same command again, with fewer --workers than "
-                        f"{processes}: finished parts are kept"
-                    )
-                if process.exitcode:
-                    raise RuntimeError("a process of titans prepare failed; its traceback is above")
-        if not failures.empty():
-            raise failures.get()
-        progress.set(*counters[:])
+            progress.set(*counts[:])
+            check()
+        check()  # the last process may have ended since
+        progress.set(*counts[:])
     finally:
         for process in team:
             process.terminate()

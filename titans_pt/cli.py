@@ -14,6 +14,7 @@ from titans_pt import __version__
 from titans_pt.commands import COMPLETION, SECTIONS, SUBJECT, Commands
 from titans_pt.errors import EXIT_USER, UserError
 from titans_pt.tools.extras import missing
+from titans_pt.tools.files import DISK_FAILED
 from titans_pt.tools.processes import place
 from titans_pt.tools.screen import drop, say
 
@@ -35,8 +36,6 @@ _OS_REMEDIES = {
     errno.EMFILE: ("raise the limit of open files (ulimit -n)", ""),
 }
 """(remedy or cause, new value for the setting in the command's WRITES)."""
-_DISK_FAILED = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EREMOTEIO, errno.ENODEV)
-"""Errors of a disk or its server, which may be gone when a launcher restarts the command."""
 _CPU_OUT_OF_MEMORY = r"can't allocate memory|not enough memory"
 _LOST_PEER = r"connection (closed|reset|refused)|broken pipe|socket closed|remote process exited|ncclRemoteError"
 
@@ -97,7 +96,7 @@ def run(arguments: list[str]) -> int:
             raise
         return 128 + signal.SIGPIPE
     except OSError as error:
-        if error.filename and error.errno in _DISK_FAILED:
+        if error.filename and error.errno in DISK_FAILED:
             return _fail(f"{error.filename}: {os.strerror(error.errno)}; its disk, or the server that has it, failed; "
                          "the same command continues once it answers", 1)  # fmt: skip
         if error.errno not in _OS_REMEDIES:

@@ -6,6 +6,7 @@ import re
 import shutil
 from array import array
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import tokenizers
@@ -13,6 +14,7 @@ import tokenizers
 from titans_pt.data_pipeline.text import replace_surrogates
 from titans_pt.data_pipeline.tokenizers.base import FILES, Tokenizer
 from titans_pt.errors import UserError
+from titans_pt.tools.files import write_atomically, write_text
 
 CONFIG = "tokenizer_config.json"
 CONTROLS = ("bos_token", "eos_token", "pad_token", "unk_token", "cls_token", "sep_token", "mask_token")
@@ -122,8 +124,10 @@ class HuggingFaceTokenizer(Tokenizer):
         names = self._ends | {"control_tokens": sorted(self.controls)}
         if self.chat_template:
             names |= {"chat_template": self.chat_template}
-        (folder / CONFIG).write_text(json.dumps(names, indent=1) + "\n", encoding="utf-8")
-        return Path(shutil.copyfile(self.path, folder / FILES[1]))
+        path = folder / FILES[1]
+        write_text(folder / CONFIG, json.dumps(names, indent=1) + "\n")
+        write_atomically(path, partial(shutil.copyfile, self.path))
+        return path
 
     def _put_first(self) -> str | None:
         """Token that the file itself puts before a text; None if there is none."""

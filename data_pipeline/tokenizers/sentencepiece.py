@@ -4,6 +4,7 @@ import hashlib
 import shutil
 from array import array
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import sentencepiece
@@ -11,6 +12,7 @@ import sentencepiece
 from titans_pt.data_pipeline.text import replace_surrogates
 from titans_pt.data_pipeline.tokenizers.base import FILES, Tokenizer
 from titans_pt.errors import UserError
+from titans_pt.tools.files import write_atomically
 
 SPACE = "\u2581"
 """SentencePiece's sign for a space; in a text it would come back as a space."""
@@ -75,7 +77,9 @@ class SentencePieceTokenizer(Tokenizer):
         return ids
 
     def save(self, folder: Path) -> Path:
-        return Path(shutil.copyfile(self.path, folder / FILES[0]))
+        path = folder / FILES[0]
+        write_atomically(path, partial(shutil.copyfile, self.path))
+        return path
 
 
 def _stretches(text: str) -> Iterator[tuple[int, int]]:

@@ -5,6 +5,7 @@ import json
 import multiprocessing
 import random
 import shutil
+import signal
 import time
 from pathlib import Path
 
@@ -220,4 +221,31 @@ def _die(*_):
 def test_a_process_that_is_killed_is_told(many, monkeypatch):
     monkeypatch.setattr(parts, "_work", _die)
     with pytest.raises(UserError, match="ended by signal 9 .*fewer --workers than 2"):
+        prepare(many("data"), workers=2)
+
+
+def _die_with_the_lock(job, todo, following, counters, failures):
+    counters.get_lock().acquire()
+    _die()
+
+
+def test_a_process_that_is_killed_while_it_counts_leaves_nobody_waiting(many, monkeypatch):
+    monkeypatch.setattr(parts, "_work", _die_with_the_lock)
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    signal.alarm(30)  # ends the test, which would wait for ever
+    try:
+        with pytest.raises(UserError, match="ended by signal 9"):
+            prepare(many("data"), workers=2)
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_processes_that_are_all_killed_at_once_are_told(many, monkeypatch):
+    """They have ended before the first look at them."""
+    kind = multiprocessing.get_context("spawn").Process
+    start = kind.start
+    monkeypatch.setattr(kind, "start", lambda process: (start(process), process.join()))
+    monkeypatch.setattr(parts, "_work", _die)
+    with pytest.raises(UserError, match="ended by signal 9"):
         prepare(many("data"), workers=2)

@@ -74,7 +74,7 @@ def evaluate(
                 f"override {override!r}: only evaluation.KEY=VALUE and data.dir=FOLDER can be set here; "
                 "the rest is the run's"
             )
-    if out is None and Path(run_dir).is_dir():  # load_run refuses all else
+    if out is None and send is None and Path(run_dir).is_dir():  # load_run refuses all else; a training has no --out
         check_room(Path(run_dir) / "evaluation", "RUN; give --out DIR, a folder that gets the results", folder=True)
     mine = place()
     rank, world = mine.rank, mine.size

@@ -26,7 +26,8 @@ from titans_pt.huggingface.source import CARRIED, HEAD
 from titans_pt.layers.lora import merged
 from titans_pt.runs.folder import RunFolder
 from titans_pt.runs.loaded import load_run, with_rows
-from titans_pt.runs.written import write_run
+from titans_pt.runs.written import check_new, write_run
+from titans_pt.tools.files import naming
 from titans_pt.tools.tensor_files import check_sums, write_sums
 from titans_pt.training.transfer import counted_rows
 
@@ -68,16 +69,23 @@ def export_run(run_dir: str | Path, folder: str | Path, step: int | None = None)
     weights = merged(run.model).items()
     model.model.load_state_dict({name: with_rows(p, rows[name]) if name in rows else p for name, p in weights})
     folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder, prefix=_UNFINISHED) as scratch:
-        model.save_pretrained(scratch)
-        tokenizer.save_pretrained(scratch)
-        Path(scratch, "README.md").write_text(model_card(replace(run, model=model.model)), encoding="utf-8")
-        write_sums(Path(scratch))
+    with naming(folder):
+        scratch = Path(tempfile.mkdtemp(dir=folder, prefix=_UNFINISHED))
+        try:
+            model.save_pretrained(scratch)
+            tokenizer.save_pretrained(scratch)
+            (scratch / "README.md").write_text(model_card(replace(run, model=model.model)), encoding="utf-8")
+            write_sums(scratch)
+        except BaseException:
+            shutil.rmtree(scratch, ignore_errors=True)
+            raise
+        # From here on the folder is half an export, which the next one may replace as long as scratch is there.
         for path in stale:
             shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
-        for file in sorted(Path(scratch).iterdir(), key=lambda file: (file.name == "config.json", file.name)):
+        for file in sorted(scratch.iterdir(), key=lambda file: (file.name == "config.json", file.name)):
             file.chmod(0o666 & ~_umask())  # only the owner can read the file that safetensors creates
             os.replace(file, folder / file.name)
+        scratch.rmdir()
     return folder
 
 
@@ -143,8 +151,7 @@ def import_run(folder: str | Path, run_dir: str | Path, overrides: Sequence[str]
             run; or a module cannot be imported.
     """
     folder, run = Path(folder), RunFolder(run_dir)
-    if run.config.exists():
-        raise UserError(f"{run.path}: holds a run already; name another folder")
+    check_new(run)
     if (source := source_of(folder)) is not None:
         with tempfile.TemporaryDirectory() as scratch:
             found = read_llama(source, Path(scratch))

@@ -143,7 +143,8 @@ def recall(shown: Seeds, start: Path) -> list[Path]:
     if pairs := trained.get("pairs"):
         asked = sorted({row["pairs"] for seeds in shown.values() for record in seeds
                         for row in record["measured"].get("recall", {}).get("by_pairs", ())})  # fmt: skip
-        others[0].plot(asked, [100 * without_keys(count) for count in asked], ":", color="grey")
+        if asked:  # a log axis without a number cannot be drawn
+            others[0].plot(asked, [100 * without_keys(count) for count in asked], ":", color="grey")
         for axes in (learning, others[1]):
             drawn["values, no keys"] = axes.axhline(100 * without_keys(pairs), linestyle=":", color="grey")
     legend(figure, list(drawn.values()), list(drawn), fontsize=7, loc="outside right upper")

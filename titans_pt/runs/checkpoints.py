@@ -13,6 +13,7 @@ Nothing here knows about ranks or DeepSpeed. docs/checkpoints.md describes the l
 """
 
 import contextlib
+import errno
 import itertools
 import json
 import logging
@@ -25,13 +26,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from safetensors import safe_open
 from torch import Tensor
 
 from titans_pt.errors import UserError
 from titans_pt.runs.shards import INDEX, ShardReader, Whole, join_shards
-from titans_pt.tools.files import flush_to_disk
-from titans_pt.tools.tensor_files import describe, save_tensors, sha256
+from titans_pt.tools.files import flush_to_disk, naming, write_text
+from titans_pt.tools.tensor_files import describe, open_tensors, save_tensors, sha256
 
 FORMAT, SHARDED = 1, 2
 """Formats in manifest.json: whole tensors, or shards."""
@@ -41,6 +41,8 @@ WEIGHT = "weight"
 """The kind of a tensor that is a parameter."""
 MODEL, OPTIMIZER, TRAINER, MANIFEST = "model.safetensors", "optimizer.safetensors", "trainer.json", "manifest.json"
 _NAME = re.compile(r"step-(\d{8,})")
+_DAMAGE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EIO)
+"""Errors of a file that is gone, was replaced, or lies on a broken part of a disk."""
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
@@ -214,11 +216,15 @@ def verify(path: Path, content: bool = True) -> list[str]:
 
     Args:
         content: False: compare only the sizes of the files, without reading them.
+
+    Raises:
+        OSError: it cannot be read now, for another reason than damage (_DAMAGE): its server does not answer, it belongs
+            to another user, or too many files are open. An older checkpoint must not take its place.
     """
     if not path.exists():
         return ["it does not exist"]
     try:
-        manifest = json.loads((path / MANIFEST).read_text())
+        manifest = json.loads(_text(path / MANIFEST))
         if manifest["format"] not in (FORMAT, SHARDED):
             return [f"{MANIFEST}: format {manifest['format']}, this version reads {FORMAT} and {SHARDED}"]
         files = {name: (file["bytes"], file["sha256"]) for name, file in manifest["files"].items()}
@@ -228,6 +234,8 @@ def verify(path: Path, content: bool = True) -> list[str]:
     except FileNotFoundError:
         return [f"{MANIFEST}: missing; the checkpoint was never completed"]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        if isinstance(error, OSError) and error.errno not in _DAMAGE:
+            raise
         return [f"{MANIFEST}: cannot be read ({error})"]
     problems = []
     for name, (written, digest) in files.items():
@@ -237,6 +245,8 @@ def verify(path: Path, content: bool = True) -> list[str]:
             elif content and sha256(path / name) != digest:
                 problems.append(f"{name}: content differs from what was written (SHA-256)")
         except OSError as error:
+            if error.errno not in _DAMAGE:
+                raise
             problems.append(f"{name}: {error.strerror}")
     return problems
 
@@ -248,10 +258,16 @@ def newest_complete(folder: Path) -> Path | None:
 
     Raises:
         UserError: there are checkpoints, but none is complete; starting from scratch must be the user's decision.
+        OSError: a checkpoint cannot be read now, as in :func:`verify`.
     """
     paths = list_checkpoints(folder)
     for path in reversed(paths):
-        problems = verify(path)
+        try:
+            problems = verify(path)
+        except OSError as error:
+            if os.path.lexists(path):
+                raise
+            problems = [str(error)]
         if not problems:
             return path
         if not os.path.lexists(path):  # its training has just deleted it, and has newer ones
@@ -314,7 +330,7 @@ def undisturbed(folder: Path, read: Callable[[], T]) -> T:
 
 
 def read_state(path: Path) -> TrainerState:
-    tree = json.loads((path / TRAINER).read_text())
+    tree = json.loads(_text(path / TRAINER))
     if "identity" not in tree:  # version 0.1.0 had no other task than language
         tree["identity"] = {"tokenizer": tree.pop("tokenizer_sha256"), "data": tree.pop("data_fingerprint")}
     return TrainerState(**tree)
@@ -325,7 +341,7 @@ def checkpoint_hash(path: Path) -> str:
 
     A checkpoint merged from shards keeps the hash that it had as shards, since its tensors are the same.
     """
-    return json.loads((path / MANIFEST).read_text()).get(_KNOWN_AS) or sha256(path / MANIFEST)
+    return json.loads(_text(path / MANIFEST)).get(_KNOWN_AS) or sha256(path / MANIFEST)
 
 
 class Tensors:
@@ -344,8 +360,7 @@ class Tensors:
             self._stack.enter_context(self._shards)
         else:
             self._model, self._optimizer = (
-                self._stack.enter_context(safe_open(self._path / name, framework="pt", device="cpu"))
-                for name in (MODEL, OPTIMIZER)
+                self._stack.enter_context(open_tensors(self._path / name)) for name in (MODEL, OPTIMIZER)
             )
         return self
 
@@ -405,9 +420,16 @@ def outdated(
 ) -> list[Path]:
     """The checkpoints that :func:`prune` deletes, oldest first. Incomplete ones do not count among the newest."""
     found = [path for path in list_checkpoints(folder) if newest is None or step_of(path) <= newest]
-    whole = [path for path in found if not verify(path, content=False)]
+    whole = [path for path in found if _is_whole(path)]
     old = found[: found.index(whole[-keep_last])] if len(whole) >= keep_last else []
     return [path for path in old if path not in keep and not (keep_every and step_of(path) % keep_every == 0)]
+
+
+def _is_whole(path: Path) -> bool:
+    try:
+        return not verify(path, content=False)
+    except OSError:  # it cannot be read now: it is kept, and does not count
+        return False
 
 
 def prune(
@@ -487,5 +509,10 @@ def clean(folder: Path):
             _delete(path)
 
 
+def _text(path: Path) -> str:
+    with naming(path):
+        return path.read_text()
+
+
 def _write_json(path: Path, value: Any):
-    path.write_text(json.dumps(value, indent=1) + "\n")
+    write_text(path, json.dumps(value, indent=1) + "\n")

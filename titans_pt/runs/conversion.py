@@ -18,7 +18,7 @@ from titans_pt.layers.lora import merged
 from titans_pt.models import LanguageModel, build_model
 from titans_pt.runs.folder import RunFolder
 from titans_pt.runs.loaded import LoadedRun, load_run
-from titans_pt.runs.written import check_weights, write_run
+from titans_pt.runs.written import check_new, check_weights, write_run
 
 TARGETS = {"titans": "mab", "liza": "liza", "full": "attention", "window": "swa"}
 """Names that ``--to`` accepts -> the mixer of the chosen layers."""
@@ -53,8 +53,7 @@ def convert_run(
         UserError: the source has other mixers or no text, a layer does not exist, settings do not fit, or ``out``
             already holds a run.
     """
-    if RunFolder(out).config.exists():
-        raise UserError(f"--out {out}: holds a run already; name another folder")
+    check_new(RunFolder(out))
     run = load_run(source, step, precision="fp32")
     if others := [kind for kind in run.config.model.kinds if kind not in SOURCES]:
         raise UserError(f"{source}: model.mixers has {others[0]!r}; only layers of {' and '.join(SOURCES)} can be "

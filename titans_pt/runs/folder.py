@@ -16,7 +16,7 @@ from titans_pt.config import Config, config_hash
 from titans_pt.config.place import ABOUT, SETTINGS, STARTED_IN
 from titans_pt.config.yaml import resolved_yaml
 from titans_pt.errors import UserError
-from titans_pt.tools.files import write_text
+from titans_pt.tools.files import DISK_FAILED, write_text
 from titans_pt.tools.locks import sign, take
 
 log = logging.getLogger(__name__)
@@ -72,27 +72,33 @@ class RunFolder:
         return self.evaluation / f"reading-{key[:16]}.safetensors"
 
     @contextlib.contextmanager
-    def lock(self):
-        """Locks the folder for one training process (see :mod:`titans_pt.tools.locks`).
+    def lock(self, setting: str = "run.dir"):
+        """Locks the folder for one process that writes it (see :mod:`titans_pt.tools.locks`).
 
         The system releases the lock even if the process is killed. On a file system without locks, a warning is logged.
 
+        Args:
+            setting: the setting or option that names the folder, for messages.
+
         Raises:
             UserError: another run uses this folder, or it cannot be written to.
+            OSError: the disk failed, one of DISK_FAILED.
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             file = (self.path / ".lock").open("a+")
         except OSError as error:
+            if error.errno in DISK_FAILED:
+                raise
             in_the_way = isinstance(error, FileExistsError)
             why = "a file, or a link to a folder that does not exist here" if in_the_way else error.strerror
-            raise UserError(f"run.dir: {error.filename}: {why}; set run.dir to a folder you may write to") from None
+            raise UserError(f"{setting}: {error.filename}: {why}; set {setting} to a folder you may write to") from None
         with file:
             if not take(file.fileno(), self.path, "a second run here would not be noticed"):
                 file.seek(0)
                 raise UserError(
-                    f"run.dir: {self.path} is in use by another run ({file.read().strip() or 'just starting'}); wait "
-                    "for it to end, or set another run.dir"
+                    f"{setting}: {self.path} is in use by another run ({file.read().strip() or 'just starting'}); "
+                    f"wait for it to end, or set another {setting}"
                 )
             sign(file)
             yield self
@@ -133,7 +139,7 @@ class RunFolder:
                     handler.close()
 
     def write_settings(self, config: Config):
-        """Writes config.yaml and versions.json.
+        """Writes versions.json, then config.yaml.
 
         config.yaml has the resolved settings, with their hash and a checksum of the lines in comments. versions.json
         also has the folder from which relative paths count.
@@ -143,8 +149,8 @@ class RunFolder:
         config = config.model_copy(update={"train": config.train.model_copy(update={"resume": "auto"})})
         text = resolved_yaml(config)
         head = f"# sha256 of the settings: {config_hash(config)}\n{_LINES}{_crc(text.encode())}\n"
-        write_text(self.config, head + text)
         write_text(self.versions, json.dumps(versions() | {STARTED_IN: os.getcwd()}, indent=1) + "\n")
+        write_text(self.config, head + text)
 
     def check_settings(self):
         """Warns if config.yaml changed since a training wrote it: a truncated file could pass for a whole one.

@@ -19,12 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from titans_pt.layers.sharding import filled
 from titans_pt.tools.files import flush_to_disk, write_text
-from titans_pt.tools.tensor_files import describe, save_tensors
+from titans_pt.tools.tensor_files import describe, open_tensors, save_tensors
 
 INDEX = "tensors.json"
 
@@ -145,5 +144,5 @@ class ShardReader:
 
     def _open(self, path: Path):
         if path not in self._files:
-            self._files[path] = self._stack.enter_context(safe_open(path, framework="pt", device="cpu"))
+            self._files[path] = self._stack.enter_context(open_tensors(path))
         return self._files[path]

@@ -2,8 +2,8 @@
 
 import json
 import os
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +11,7 @@ from titans_pt.config.files import load_stored, validated
 from titans_pt.errors import UserError
 from titans_pt.runs import checkpoints
 from titans_pt.runs.folder import RunFolder
+from titans_pt.runs.written import check_new, new_run
 from titans_pt.tasks import task_of
 
 
@@ -34,12 +35,15 @@ def verify_run(run: str):
     """Reads every byte of every checkpoint and prints one line each.
 
     Raises:
-        UserError: a checkpoint is damaged.
+        UserError: a checkpoint is damaged, or cannot be read.
     """
     paths = _found(run)
     damaged = 0
     for path in paths:
-        problems = checkpoints.verify(path)
+        try:
+            problems = checkpoints.verify(path)
+        except OSError as error:
+            problems = [str(error)]
         if not os.path.lexists(path):
             print(f"{path}: deleted by its training")
             continue
@@ -60,9 +64,7 @@ def prune_run(run: str, keep_last: int, keep_every: int | None):
     Raises:
         UserError: no checkpoint is complete, one could not be deleted, or the run is training.
     """
-    _found(run)
-    folder = RunFolder(run)
-    with folder.lock():
+    with _locked(run) as folder:
         newest = checkpoints.newest_complete(folder.checkpoints)
         keep = {newest, checkpoints.best(newest)} if newest else set()
         last = checkpoints.step_of(newest) if newest else None
@@ -83,9 +85,7 @@ def merge_run(run: str, step: int | None):
     Raises:
         UserError: there is no checkpoint, it is damaged, or the run is training.
     """
-    _found(run)
-    folder = RunFolder(run)
-    with folder.lock():
+    with _locked(run) as folder:
         path = checkpoints.find(folder.checkpoints, step)
         if (path / checkpoints.MODEL).is_file():
             print(f"{path}: holds whole tensors already")
@@ -115,8 +115,7 @@ def average_run(run: str, out: Path, last: int, steps: Sequence[int] = ()):
         UserError: fewer than two checkpoints, a damaged one, or ``out`` holds a run already.
     """
     found, folder, target = _found(run), RunFolder(run), RunFolder(out)
-    if target.config.exists():
-        raise UserError(f"--out {out}: holds a run already; name another folder")
+    check_new(target)
     complete = [checkpoints.step_of(path) for path in found if not checkpoints.verify(path, content=False)]
     steps = sorted(set(steps)) or complete[-last:]
     paths = [checkpoints.find(folder.checkpoints, step) for step in steps]
@@ -138,10 +137,27 @@ def average_run(run: str, out: Path, last: int, steps: Sequence[int] = ()):
     told = ", ".join(map(str, steps))
     origin = f"mean of {run} at steps {told}"
     state = replace(state, samples=0, adam_step=0, best={}, wandb_id=None, origin=origin)
-    checkpoints.save(target.checkpoints, weights, {}, state)
-    target.write_settings(config)
-    task.keep(target)
+    with new_run(target):
+        checkpoints.save(target.checkpoints, weights, {}, state)
+        task.keep(target)
+        target.write_settings(config)
     print(f"{out}: the mean of {len(steps)} checkpoints, of steps {told}")
+
+
+@contextmanager
+def _locked(run: str) -> Iterator[RunFolder]:
+    """Locks the run's folder, and removes what a killed process left among its checkpoints.
+
+    Raises:
+        UserError: there is no checkpoint, or the run is training.
+    """
+    folder = RunFolder(run)
+    if not folder.checkpoints.is_dir():
+        _found(run)  # raises: the lock would create the folder
+    with folder.lock():
+        checkpoints.clean(folder.checkpoints)
+        _found(run)
+        yield folder
 
 
 def _found(run: str) -> list[Path]:

@@ -1,7 +1,8 @@
 """Writing a run folder from weights that did not come from a training here: an import, a conversion."""
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -38,10 +39,35 @@ def write_run(
         config=settings.model_dump(mode="json"),
         identity={"tokenizer": hashlib.sha256(tokenizer.read_bytes()).hexdigest()},
     )  # fmt: skip
-    checkpoints.save(run.checkpoints, weights, {}, state)
-    run.write_settings(settings)
-    keep_tokenizer(tokenizer, settings, run)
+    with new_run(run):
+        checkpoints.save(run.checkpoints, weights, {}, state)
+        keep_tokenizer(tokenizer, settings, run)
+        run.write_settings(settings)
     return run.path
+
+
+def check_new(run: RunFolder):
+    """
+    Raises:
+        UserError: the folder holds a run.
+    """
+    if run.config.exists():
+        raise UserError(f"--out {run.path}: holds a run already; name another folder")
+
+
+@contextmanager
+def new_run(run: RunFolder) -> Iterator[None]:
+    """Locks a folder in which a run is written, one without a training.
+
+    The settings are written last: a folder with settings counts as a run. What a killed process wrote does not, and is
+    replaced.
+
+    Raises:
+        UserError: the folder holds a run, or another process writes there.
+    """
+    with run.lock("--out"):
+        check_new(run)
+        yield
 
 
 def check_weights(path: Path, settings: Config, weights: Mapping[str, Tensor]):

@@ -1,35 +1,62 @@
 """Reading and writing whole files: a file is written completely or not at all."""
 
 import codecs
+import contextlib
+import errno
+import glob
 import os
 import re
 import sys
 import tempfile
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from titans_pt.errors import UserError
+
+DISK_FAILED = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EREMOTEIO, errno.ENODEV)
+"""Errors of a disk or its server, which may be gone when a launcher restarts the command."""
+_ABANDONED = 86400.0
+"""Seconds without a write after which a temporary file belongs to no process."""
 
 
 def write_atomically(path: Path, write: Callable[[Path], Any], durable: bool = False) -> None:
     """Lets ``write`` fill a temporary file next to ``path``, then renames it: readers see the old file or the new one.
 
     If anything fails, the temporary file is removed and an old file at ``path`` stays unchanged. The folder is created.
+    Temporary files that killed processes left for the same ``path`` are removed after a day.
 
     Args:
         write: called with the path of the temporary file, which has another suffix.
         durable: wait until the content is on the disk before the rename, so that it also survives a power failure.
+
+    Raises:
+        OSError: the disk is full, for example; the error names ``path``.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
+    _remove_abandoned(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        write(temporary)
-        if durable:
-            flush_to_disk(temporary)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+        with naming(temporary):
+            write(temporary)
+            if durable:
+                flush_to_disk(temporary)
+            os.replace(temporary, path)
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        if isinstance(error, OSError) and str(error.filename) == str(temporary):
+            raise OSError(error.errno, error.strerror, str(path)) from None
+        raise
+
+
+def _remove_abandoned(path: Path):
+    """Removes temporary files of :func:`write_atomically` that were last written to more than a day ago."""
+    for left in path.parent.glob(f".{glob.escape(path.name)}.*"):
+        with contextlib.suppress(OSError):
+            if left.suffix[1:].isdigit() and time.time() - left.stat().st_mtime > _ABANDONED:
+                left.unlink()
 
 
 def check_room(path: Path, what: str, folder: bool = False):
@@ -44,6 +71,7 @@ def check_room(path: Path, what: str, folder: bool = False):
 
     Raises:
         UserError: it cannot be written.
+        OSError: the disk failed, one of DISK_FAILED.
     """
     kind = "folder" if folder else "file"
     try:
@@ -53,9 +81,11 @@ def check_room(path: Path, what: str, folder: bool = False):
             place = path if folder else path.parent
             while not place.exists():
                 place = place.parent
-            with tempfile.TemporaryFile(dir=place):
+            with naming(place), tempfile.TemporaryFile(dir=place):
                 return
     except OSError as error:
+        if error.errno in DISK_FAILED:
+            raise
         problem = error.strerror or str(error)
     what, _, remedy = what.partition("; ")
     raise UserError(f"{what}: {path} cannot be written to ({problem}); "
@@ -100,9 +130,29 @@ def write_text(path: Path, text: str) -> None:
 
 
 def flush_to_disk(path: Path) -> None:
-    """Flushes a file, or a folder's entries, to disk, so that a later rename cannot reach the disk first."""
+    """Flushes a file, or a folder's entries, to disk, so that a later rename cannot reach the disk first.
+
+    Raises:
+        OSError: the disk failed; the error names ``path``.
+    """
     handle = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(handle)
+        with naming(path):
+            os.fsync(handle)
     finally:
         os.close(handle)
+
+
+@contextlib.contextmanager
+def naming(path: str | Path) -> Iterator[None]:
+    """Gives the name ``path`` to errors inside the ``with`` that name no file: those of writing, flushing and closing.
+
+    Raises:
+        OSError: as inside the ``with``.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None and error.filename is None:
+            error.filename = str(path)
+        raise

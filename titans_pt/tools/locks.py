@@ -5,6 +5,7 @@ also works between nodes on file systems that forward it, such as NFS and Lustre
 descriptor also holds the lock.
 """
 
+import contextlib
 import errno
 import fcntl
 import logging
@@ -13,6 +14,8 @@ import platform
 import time
 from pathlib import Path
 from typing import TextIO
+
+from titans_pt.tools.files import naming
 
 log = logging.getLogger(__name__)
 # EBADF: NFS locks only files that are open for writing, which a folder cannot be.
@@ -28,7 +31,8 @@ def take(descriptor: int, path: Path, without: str, shared: bool = False) -> boo
         shared: take a shared lock, which several processes may hold at once.
     """
     try:
-        fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+        with naming(path):
+            fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError as error:
@@ -39,8 +43,13 @@ def take(descriptor: int, path: Path, without: str, shared: bool = False) -> boo
 
 
 def sign(file: TextIO):
-    """Writes into a locked file which process holds the lock, for other processes to read, also on other nodes."""
-    file.truncate(0)
-    file.write(f"process {os.getpid()} on {platform.node()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}\n")
-    file.flush()
-    os.fsync(file.fileno())  # NFS sends the text of an open file to its server half a minute later
+    """Writes into a locked file which process holds the lock, for other processes to read, also on other nodes.
+
+    The lock does not depend on this text: on a full disk it is missing, and ``titans checkpoint prune`` can free space.
+    """
+    text = f"process {os.getpid()} on {platform.node()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}\n"
+    handle = file.fileno()  # not by way of the file's buffer, which would be written again when it is closed
+    with contextlib.suppress(OSError):
+        os.ftruncate(handle, 0)
+        os.write(handle, text.encode())
+        os.fsync(handle)  # NFS sends the text of an open file to its server half a minute later

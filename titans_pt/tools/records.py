@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from titans_pt.errors import UserError
+from titans_pt.tools.files import naming
 from titans_pt.tools.sealed import seal, unseal
 
 
@@ -42,20 +43,19 @@ class RecordFile:
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = open(path, "a+b")  # noqa: SIM115 - closed by __exit__
-        self._file.seek(0)
-        self._file.truncate(self._file.read().rfind(b"\n") + 1)
+        with naming(path):
+            self._file.seek(0)
+            self._file.truncate(self._file.read().rfind(b"\n") + 1)
 
     def append(self, record: dict) -> None:
         """Writes one line with a checksum. The line is flushed to the system: killing this process cannot lose it."""
-        try:
+        with naming(self.path):
             self._file.write(json.dumps(seal(record)).encode() + b"\n")
             self._file.flush()
-        except OSError as error:
-            error.filename = str(self.path)  # the error of a full disk names no file
-            raise
 
     def __enter__(self) -> "RecordFile":
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._file.close()
+        with naming(self.path):
+            self._file.close()  # tries again to write a line that failed

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titans_pt.errors import UserError
+from titans_pt.tools.files import naming
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,13 +35,23 @@ def save_tensors(tensors: dict[str, Tensor], path: Path):
         offset += size
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    try:
-        with path.open("wb") as file:
-            file.write(len(text).to_bytes(8, "little") + text)
-            for name in header:
-                file.write(tensors[name].numpy().data)
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from None  # the error of a write names no file
+    with naming(path), path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name in header:
+            file.write(tensors[name].numpy().data)
+
+
+def open_tensors(path: Path) -> Any:
+    """A safetensors file, for ``with``; its tensors come on the CPU.
+
+    Raises:
+        OSError: it cannot be opened. The library alone says "No such file" whatever the reason, such as too many
+            open files.
+    """
+    from safetensors import safe_open
+
+    with path.open("rb"):
+        return safe_open(path, framework="pt", device="cpu")
 
 
 def describe(path: Path) -> dict[str, Any]:
@@ -49,7 +60,7 @@ def describe(path: Path) -> dict[str, Any]:
 
 
 def sha256(path: Path) -> str:
-    with path.open("rb") as file:
+    with naming(path), path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 

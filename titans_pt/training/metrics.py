@@ -7,13 +7,14 @@ import logging
 import math
 import shutil
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from tqdm import tqdm
 
-from titans_pt.tools.files import write_text
+from titans_pt.tools.files import naming, write_atomically, write_text
 from titans_pt.tools.screen import drop
 from titans_pt.tools.sealed import seal, unseal
 
@@ -39,12 +40,12 @@ class MetricsLog:
         """
         if branch and path.is_file():
             copy = _free(path.with_name(f"{path.stem}.before-{resumed_step}{path.suffix}"))
-            shutil.copyfile(path, copy)
+            write_atomically(copy, partial(shutil.copyfile, path))
             log.info("the curves so far are kept as %s", copy)
         records, damaged = _read(path)
         if damaged:
             copy = _free(path.with_name(f"{path.stem}.damaged{path.suffix}"))
-            shutil.copyfile(path, copy)
+            write_atomically(copy, partial(shutil.copyfile, path))
             log.warning("%s: line %s cannot be read and is missing from the curves (%d such lines); the file as it "
                         "was is kept as %s", path, damaged[0], len(damaged), copy)  # fmt: skip
         keep = [record for record in records if record["step"] <= resumed_step]
@@ -57,11 +58,9 @@ class MetricsLog:
         Raises:
             OSError: the disk is full, for example; the error names the file.
         """
-        try:
+        with naming(self.path):
             self._file.write(_line({"kind": kind, "step": step, **values}))
             self._file.flush()
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, str(self.path)) from None  # a failed write does not say where
 
     def close(self):
         with contextlib.suppress(OSError):  # closing tries again to write a line that failed

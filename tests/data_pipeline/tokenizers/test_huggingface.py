@@ -1,4 +1,7 @@
+import errno
 import json
+import os
+from pathlib import Path
 
 import pytest
 import tokenizers
@@ -272,3 +275,18 @@ def test_a_vocabulary_over_uint16(tmp_path, byte_level, config):
     files = TokenFiles.open(settings)
     assert files.train[0].dtype == "int32" and files.tokenizer.vocab_size == 65_900
     assert files.tokenizer.decode(files.train[0][0].tolist()).startswith("Document 0 ")
+
+
+def test_a_copy_that_fails_leaves_the_earlier_one(byte_level, tmp_path, monkeypatch):
+    tokenizer = load_tokenizer(byte_level)
+    tokenizer.save(tmp_path)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+
+    def full(_, target):
+        Path(target).write_bytes(b"half")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(module.shutil, "copyfile", full)
+    with pytest.raises(OSError, match="space"):
+        tokenizer.save(tmp_path)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before

@@ -1,5 +1,6 @@
 """Exports into a folder that holds an earlier export, another run's, a killed one's, or other files."""
 
+import errno
 import importlib
 import json
 import os
@@ -130,6 +131,27 @@ def test_an_export_that_fails_leaves_the_one_before(runs, tmp_path, monkeypatch)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
 
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), KeyboardInterrupt()])
+def test_an_export_that_fails_among_its_files_can_be_repeated(runs, tmp_path, monkeypatch, error):
+    """A full disk or Ctrl-C while the files are moved into place."""
+    folder, replace = tmp_path / "hf", os.replace
+
+    def fails(source, target):
+        if Path(target).name == "tokenizer_config.json":  # after model.safetensors, before config.json
+            raise error
+        replace(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", fails)
+        with pytest.raises(type(error)):
+            huggingface.export_run(runs / "words", folder)
+    assert (folder / "model.safetensors").exists() and not (folder / "config.json").exists()
+    with pytest.raises(UserError, match="an export into it was cut short; export again"):
+        huggingface.import_run(folder, tmp_path / "back")
+    huggingface.export_run(runs / "words", folder)
+    assert names(folder) == names(huggingface.export_run(runs / "words", tmp_path / "clean"))
+
+
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
@@ -219,3 +241,22 @@ def test_models_with_rules_of_ones_own_are_imported(prepared, tmp_path, monkeypa
     subprocess.run([sys.executable, "-m", "titans_pt", *words], check=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
     again = load_run(tmp_path / "again")
     assert again.config.run.imports == [name] and again.config.model.memory.rule == name
+
+
+def test_an_import_that_was_killed_is_made_again(runs, tmp_path, monkeypatch):
+    """A folder counts as a run only when it has its checkpoint, its tokenizer and the place of relative paths."""
+    folder, back, replace = huggingface.export_run(runs / "bytes", tmp_path / "hf"), tmp_path / "back", os.replace
+    for last in ("tokenizer.json", "versions.json", "config.yaml"):
+
+        def stops(source, target, last=last):
+            if Path(target) == back / last:
+                raise Killed
+            replace(source, target)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "replace", stops)
+            with pytest.raises(Killed):
+                huggingface.import_run(folder, back)
+        assert not (back / "config.yaml").exists(), last
+    huggingface.import_run(folder, back)
+    assert load_run(back).tokenizer.encode("a") and names(back) >= {"tokenizer.json", "versions.json", "config.yaml"}

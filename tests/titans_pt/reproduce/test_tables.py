@@ -211,3 +211,14 @@ def test_a_record_names_no_folder_of_the_machine(tmp_path):
     records.write(run.name, record(run))
     assert "secret" not in records.path(run.name).read_text()
     assert run.record(records)["config"]["data"]["sources"][0]["path"] == "texts"
+
+
+@pytest.mark.parametrize("target", ["table1", "recall", "needles", "ruler", "states", "statetracking"])
+def test_a_study_that_stopped_before_its_first_measure_has_a_page(target, tmp_path):
+    """The same command writes it before it continues."""
+    whole = study(target, "tiny")
+    asked = replace(chosen(whole, Order(tmp_path, models=[whole.rows[0].model])), rated=False)
+    runs, records = runs_of(asked, Order(tmp_path, seeds=[0])), Records(tmp_path / "records")
+    made_up = record(runs[0])
+    records.write(runs[0].name, made_up | {"trained": made_up["trained"] | {"figures": {}, "steps": 4}})
+    assert all(path.is_file() for path in page.write(asked, runs, records, tmp_path))

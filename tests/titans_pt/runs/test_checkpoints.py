@@ -1,6 +1,8 @@
 import errno
+import io
 import json
 import os
+import resource
 from dataclasses import replace
 
 import pytest
@@ -110,6 +112,54 @@ def test_all_damaged_is_the_users_decision(tmp_path):
     os.remove(save(tmp_path, 6) / "manifest.json")
     with pytest.raises(UserError, match="none of its 2 checkpoints is complete.*step-00000006: manifest.json: missing"):
         checkpoints.newest_complete(tmp_path)
+
+
+@pytest.mark.parametrize("code", [errno.ESTALE, errno.EACCES, errno.EMFILE])
+@pytest.mark.parametrize("name", ["manifest.json", "model.safetensors"])
+def test_what_cannot_be_read_now_is_not_damaged(tmp_path, monkeypatch, code, name):
+    """No older checkpoint takes its place, and nobody is told to delete it; once it can be read, all is as before."""
+    save(tmp_path, 5)
+    newest, opened = save(tmp_path, 6), io.open
+
+    def refused(path, *arguments, **more):
+        if path == newest / name:
+            raise OSError(code, os.strerror(code), str(path))
+        return opened(path, *arguments, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("io.open", refused)
+        with pytest.raises(OSError) as error:
+            checkpoints.newest_complete(tmp_path)
+        assert (error.value.errno, error.value.filename) == (code, str(newest / name))
+        if name == "manifest.json":
+            assert checkpoints.outdated(tmp_path, 1) == [], "it does not count among the newest, and stays"
+    assert checkpoints.newest_complete(tmp_path) == newest
+
+
+def test_too_many_open_files_are_no_missing_file(tmp_path):
+    path = save(tmp_path, 5)
+    before, free = resource.getrlimit(resource.RLIMIT_NOFILE), os.open(os.devnull, os.O_RDONLY)
+    os.close(free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free, before[1]))
+    try:
+        with pytest.raises(OSError) as error, checkpoints.Tensors(path):
+            pass
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert (error.value.errno, error.value.filename) == (errno.EMFILE, str(path / "model.safetensors"))
+
+
+def test_a_broken_part_of_a_disk_is_damage(tmp_path, monkeypatch, caplog):
+    old, newest = save(tmp_path, 5), save(tmp_path, 6)
+
+    def broken(path):
+        if path == newest / "manifest.json":
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return path.read_text()
+
+    monkeypatch.setattr(checkpoints, "_text", broken)
+    assert checkpoints.newest_complete(tmp_path) == old
+    assert "step-00000006 is damaged and skipped: manifest.json: cannot be read" in caplog.text
 
 
 @pytest.mark.parametrize("where", ["save_tensors", "_write_json", "flush_to_disk"])

@@ -214,6 +214,22 @@ def test_a_file_system_without_locks_is_a_warning(tmp_path, monkeypatch, caplog)
         assert "a second run here would not be noticed" in caplog.text
 
 
+@pytest.mark.parametrize("call", ["fcntl.flock", "os.mkdir"])
+def test_a_failing_disk_is_no_wrong_setting(tmp_path, monkeypatch, call):
+    """A launcher starts the run again, which it does not after a UserError."""
+
+    def fail(*_):
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), *([str(tmp_path / "run")] if call == "os.mkdir" else ()))
+
+    monkeypatch.setattr(call, fail)
+    with (
+        pytest.raises(OSError, match="Stale") as error,
+        RunFolder(tmp_path / "run" if call == "os.mkdir" else tmp_path).lock(),
+    ):
+        pass
+    assert str(error.value.filename).startswith(str(tmp_path))
+
+
 def test_not_a_run_folder(tmp_path):
     with pytest.raises(UserError, match="not a run folder"):
         load_run(tmp_path)

@@ -1,7 +1,9 @@
 import errno
 import os
+import resource
 import shutil
 from dataclasses import replace
+from itertools import count
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from tests.helpers.untrained import untrained_run
 from tests.titans_pt.runs.test_checkpoints import MOMENTS, STATE, WEIGHTS
 from titans_pt import cli
 from titans_pt.runs import checkpoints
+from titans_pt.runs.folder import RunFolder
 from titans_pt.runs.loaded import load_run
 
 
@@ -161,3 +164,98 @@ def test_what_cannot_be_averaged_is_one_line(several, tmp_path, capsys):
     assert not os.path.lexists(out)
     assert cli.run(["checkpoint", "average", str(several), "--out", out]) == 0
     assert "of steps 1, 3" in capsys.readouterr().out
+
+
+class Killed(BaseException):
+    pass
+
+
+def kill_at(monkeypatch, name, number):
+    """Make call ``number`` of os.``name``, from 1 on, and all later ones raise Killed, as if the process had ended."""
+    calls, original = count(1), getattr(os, name)
+
+    def call(*arguments, **more):
+        if next(calls) >= number:
+            raise Killed
+        return original(*arguments, **more)
+
+    monkeypatch.setattr(os, name, call)
+
+
+def content(folder):
+    files = (path for path in folder.rglob("*") if path.is_file() and path.name != ".lock")
+    return {path.relative_to(folder): path.read_bytes() for path in files}
+
+
+def test_an_average_that_was_killed_is_made_again(several, tmp_path, monkeypatch, capsys):
+    """A folder counts as a run only when it is complete: the same command then makes what an undisturbed one makes."""
+    out = tmp_path / "mean"
+    words = ["checkpoint", "average", str(several), "--out", str(out)]
+    assert cli.run(words) == 0
+    whole = content(out)
+    for number in count(1):
+        shutil.rmtree(out)
+        with monkeypatch.context() as patch:
+            kill_at(patch, "replace", number)
+            try:
+                cli.run(words)
+            except Killed:
+                assert not (out / "config.yaml").exists()
+            else:
+                break
+        assert cli.run(words) == 0, capsys.readouterr().err
+        assert content(out) == whole
+    assert number > 4
+
+
+def test_two_processes_do_not_write_one_run(several, tmp_path, capsys):
+    """Their files would be mixed in one checkpoint, which its manifest then calls damaged."""
+    out = tmp_path / "mean"
+    with RunFolder(out).lock():
+        assert cli.run(["checkpoint", "average", str(several), "--out", str(out)]) == 2
+    assert f"--out: {out} is in use by another run (process {os.getpid()} on" in capsys.readouterr().err
+    assert [path.name for path in out.iterdir()] == [".lock"]
+
+
+@pytest.mark.parametrize("words", [["prune", "--keep-last", "2"], ["merge"]])
+def test_what_a_killed_process_left_is_removed(run, words, monkeypatch):
+    """A process that was killed while it deleted or wrote a checkpoint left hidden folders as large as checkpoints."""
+    with monkeypatch.context() as patch:
+        kill_at(patch, "rmdir", 1)
+        with pytest.raises(Killed):
+            checkpoints.prune(run / "checkpoints", 3)
+    (run / "checkpoints/.step-00000009.tmp").mkdir()
+    assert {path.name for path in (run / "checkpoints").glob(".*")} == {".step-00000002.old", ".step-00000009.tmp"}
+    assert cli.run(["checkpoint", words[0], str(run), *words[1:]]) == 0
+    assert not list((run / "checkpoints").glob(".*"))
+
+
+def test_a_merge_that_was_killed_between_its_renames_finds_its_checkpoint_again(run):
+    """The newest checkpoint then has a hidden name; an older one must not be merged in its place."""
+    path = run / "checkpoints/step-00000008"
+    path.rename(path.with_name(".step-00000008.old"))
+    path.with_name(".step-00000008.tmp").mkdir()
+    assert cli.run(["checkpoint", "merge", str(run)]) == 0
+    assert checkpoints.verify(path) == [] and not list(path.parent.glob(".*"))
+
+
+def test_a_failing_disk_is_one_line(several, tmp_path, monkeypatch, capsys):
+    def fail(_):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "fsync", fail)
+    out = tmp_path / "mean"
+    assert cli.run(["checkpoint", "average", str(several), "--out", str(out)]) == 1
+    error = capsys.readouterr().err
+    assert f"titans: error: {out}/checkpoints/.step-00000003.tmp/" in error and "Input/output error; its disk" in error
+
+
+def test_prune_frees_a_full_disk(run, capsys):
+    """No byte can be written there, not even the name of the process that holds the run's lock."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+    try:
+        assert cli.run(["checkpoint", "prune", str(run), "--keep-last", "1"]) == 0
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert capsys.readouterr().out.count("deleted") == 3

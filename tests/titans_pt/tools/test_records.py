@@ -1,5 +1,8 @@
 """Append-only files and keys."""
 
+import errno
+import resource
+
 import pytest
 
 from titans_pt.errors import UserError
@@ -47,3 +50,26 @@ def test_a_full_disk_names_the_file(tmp_path):
         with pytest.raises(OSError) as error:
             file.append({"key": "a"})
     assert error.value.filename == str(tmp_path / "records.jsonl")
+
+
+def test_a_failing_disk_names_the_file(tmp_path):
+    """Closing the file tries to write the line again, and fails again."""
+    path = tmp_path / "records.jsonl"
+
+    def limited(action):
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+        try:
+            with pytest.raises(OSError) as error:
+                action()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        assert (error.value.errno, error.value.filename) == (errno.EFBIG, str(path))
+
+    def append():
+        with RecordFile(path) as file:
+            file.append({"key": "a"})
+
+    limited(append)
+    append()
+    assert list(read_records([path])) == ["a"]
