@@ -199,13 +199,16 @@ def optimizers() -> list[str]:
 
 
 def in_two_ways(study: str, way: Callable[[str, bool], str]) -> list[str]:
-    """The rows of ``study`` that have records: a model as it is, and in its other way; ``way(model, other)`` names
+    """Each model of ``study`` with records of both ways, as it is and in its other way; ``way(model, other)`` names
     them."""
     rows = [row for row in found(study)[2] if row[0].ours]
     own = {row[0].row.model: row for row in rows if not row[0].row.variant}
+    both = {row[0].row.model for row in rows if row[0].row.variant}
     text = []
     for row in rows:
         model, other = row[0].row.model, row[0].row.variant
+        if model not in both:
+            continue
         shown = [way(model, bool(other))]
         for plain, cell in zip(own[model][:2], row[:2], strict=True):
             shown += [told(cell), on_same_seeds({"": plain} | ({other: cell} if other else {}))[other]]
@@ -956,6 +959,7 @@ PAGES = {
         "| with more tokens |": scaled,
         "| LMM | seeds |": ablations,
         "| values' filters start |": filters,
+        "| by two optimisers |": optimizers,
         "| sizes of the state |": states_compared,
         "| later idea |": later_ideas,
         "| on recall |": ideas_recalled,
