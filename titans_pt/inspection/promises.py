@@ -37,21 +37,22 @@ TOLERANCE = 1e-6
 class Promise:
     """Outcome for one promise of one mixer.
 
-    difference: largest difference between outputs that should be equal, over the largest output; NaN: not finite.
-    failed: reason why the check could not be made, or "".
+    difference: largest difference between outputs that should be equal, over the largest output; NaN: not finite. None:
+        nothing was compared.
+    failed: reason why the promise is broken, or the check could not be made, or "".
     """
 
     text: str
-    difference: float
+    difference: float | None = None
     failed: str = ""
 
     @property
     def kept(self) -> bool:
-        return not self.failed and self.difference <= TOLERANCE
+        return not self.failed and (self.difference is None or self.difference <= TOLERANCE)
 
     def line(self) -> str:
-        found = self.failed or f"difference {self.difference:.1e}"
-        return f"  {'kept  ' if self.kept else 'BROKEN'}  {self.text} ({found})"
+        found = self.failed or (f"difference {self.difference:.1e}" if self.difference is not None else "")
+        return f"  {'kept  ' if self.kept else 'BROKEN'}  {self.text}{found and f' ({found})'}"
 
 
 def check_promises(config: ModelConfig, longest: int, tokens: int | None = None, seed: int = 0):
@@ -155,12 +156,12 @@ def promises(config: ModelConfig, tokens: int, seed: int = 0) -> Iterator[Promis
         yield _kept(text, lambda: _definition(blocks, memories, x[:, : CHUNKS * config.memory.chunk_size + 1]))
 
 
-def _kept(text: str, check: Callable[[], float]) -> Promise:
+def _kept(text: str, check: Callable[[], float | None]) -> Promise:
     try:
         return Promise(text, check())
     except Exception as error:  # of the mixer: the other promises can be checked nevertheless
         reason = " ".join(str(error).split())[:200]
-        return Promise(text, float("nan"), f"{type(error).__name__}: {reason}")
+        return Promise(text, failed=f"{type(error).__name__}: {reason}")
 
 
 def _in_pieces(blocks: Backbone, x: Tensor, ends: list[int]) -> Tensor:
@@ -174,25 +175,25 @@ def _in_pieces(blocks: Backbone, x: Tensor, ends: list[int]) -> Tensor:
     return torch.cat(found, 1)
 
 
-def _gradients(blocks: Backbone, x: Tensor) -> float:
-    """0, or NaN if a gradient is not finite.
-
+def _gradients(blocks: Backbone, x: Tensor):
+    """
     Raises:
-        ValueError: a parameter has no gradient: data parallelism would wait for it.
+        ValueError: a gradient is not finite, or a parameter has none: data parallelism would wait for it.
     """
     blocks.zero_grad()
     blocks(x)[0].square().mean().backward()
     missing = [name for name, p in blocks.named_parameters() if p.requires_grad and p.grad is None]
     if missing:
         raise ValueError(f"{len(missing)} have none, such as {missing[0]}")
-    finite = all(bool(p.grad.isfinite().all()) for p in blocks.parameters() if p.grad is not None)
-    return 0.0 if finite else float("nan")
+    for name, p in blocks.named_parameters():
+        if p.grad is not None and not p.grad.isfinite().all():
+            raise ValueError(f"that of {name} is not finite")
 
 
-def _in_bf16(blocks: Backbone, x: Tensor) -> float:
-    """0, or NaN if an output is not finite.
-
+def _in_bf16(blocks: Backbone, x: Tensor):
+    """
     Raises:
+        ValueError: an output is not finite.
         TypeError: a mixer returns another type, which the weights after it do not take.
     """
 
@@ -204,20 +205,19 @@ def _in_bf16(blocks: Backbone, x: Tensor) -> float:
     for mixer in blocks.mixers:
         mixer.register_forward_hook(check)
     with torch.no_grad():
-        return 0.0 if bool(blocks(x.bfloat16())[0].isfinite().all()) else float("nan")
+        if not blocks(x.bfloat16())[0].isfinite().all():
+            raise ValueError("an output is not")
 
 
-def _flops(blocks: Backbone, tokens: int) -> float:
-    """0: they are counted.
-
+def _flops(blocks: Backbone, tokens: int):
+    """
     Raises:
-        TypeError: they are not.
+        TypeError: they are not counted.
     """
     try:
         blocks.flops(tokens)
     except NotImplementedError:
         raise TypeError("define flops(length)") from None
-    return 0.0
 
 
 def _definition(blocks: Backbone, memories: list[NeuralMemory], x: Tensor) -> float:
