@@ -55,6 +55,6 @@ def test_a_task_reports_its_figures(tiny):
     more = task.after_validation(model, 1, {"loss": 2.0})
     assert more == {"perplexity": pytest.approx(7.389, rel=1e-4)}
     groups = task.optimizer(model, torch.device("cpu")).param_groups
-    assert [group.get("lr_scale") for group in groups] == [None, 0.5]
+    assert [group.get("lr_scale") for group in groups] == [1.0, 0.5]
     rates = [task.learning_rate(step, usual=0.5) for step in (task.config.train.warmup_steps, 400)]
     assert rates == [0.5, task.config.train.lr * (task.config.train.warmup_steps / 400) ** 0.5]

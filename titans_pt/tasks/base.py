@@ -169,8 +169,9 @@ class Task:
 
         ZeRO gives it flat pieces of the weights (fp32, one dimension), several parameters in a piece. It must therefore
         treat every weight by itself, as AdamW, RMSprop or SGD do; Adafactor and Shampoo need whole matrices. Its state,
-        which checkpoints hold, consists of numbers per weight, and a count "step". "lr_scale" of a parameter group
-        multiplies the learning rate of all steps.
+        which checkpoints hold, consists of numbers per weight, and a count "step". An update with zero gradients at
+        lr=0 creates this state. Others are refused after test updates (titans_pt.training.optimizers). "lr_scale" of a
+        parameter group multiplies the learning rate of all steps.
 
         Args:
             model: this rank's part of the model that :meth:`build_model` made.

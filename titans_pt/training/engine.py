@@ -25,6 +25,7 @@ from titans_pt.tasks import Task
 from titans_pt.tasks.base import backbone_of
 from titans_pt.training.freezing import freeze, trained
 from titans_pt.training.masters import Masters
+from titans_pt.training.optimizers import optimizer_of
 from titans_pt.training.ranks import Ranks
 
 
@@ -182,7 +183,7 @@ class Engine:
             p.tensor_model_parallel = name in self.split.dims  # else DeepSpeed's norm counts only one rank's
         # bf16 training casts the module before DeepSpeed copies its fp32 masters from it: keep the exact weights.
         weights = {name: p.detach().cpu().clone() for name, p in model.named_parameters()}
-        optimizer = task.optimizer(model, ranks.device)
+        optimizer = optimizer_of(task, model, ranks.device)
         self._linear = F.linear
         with _one_optimizer_for_all_stages(), self._linear_of_zero():
             self._engine, *_ = deepspeed.initialize(

@@ -16,6 +16,7 @@ from titans_pt.parallel.muon import Fragment, Muon
 from titans_pt.runs.checkpoints import WEIGHT, Tensors
 from titans_pt.runs.shards import Whole
 from titans_pt.tasks import Task
+from titans_pt.training.optimizers import set_step
 
 
 class Masters:
@@ -29,9 +30,6 @@ class Masters:
 
     Attributes:
         updates: updates applied since the start of the run, without skipped steps.
-
-    Raises:
-        UserError: the optimiser keeps state that is not a number per weight, which no checkpoint would hold.
     """
 
     def __init__(
@@ -162,11 +160,7 @@ class Masters:
     def _set_step(self, count: int):
         self.updates = count
         for flat, _ in self._flats():
-            state = self._state_of(flat)
-            if isinstance(state.get("step"), Tensor):
-                state["step"].fill_(count)
-            elif "step" in state:
-                state["step"] = count
+            set_step(self._state_of(flat), count)
 
     def _state_of(self, flat: Tensor) -> dict[str, Any]:
         return self._zero.optimizer.state[flat]
@@ -205,7 +199,6 @@ class Masters:
         decays = [group.get("weight_decay", 0.0) for group in groups]
         for group in groups:
             group["lr"] = group["weight_decay"] = 0.0
-        before = [_options(group) for group in groups]
         for flat, _ in self._flats():
             flat.grad = torch.zeros_like(flat)
         if self._stage == 3:
@@ -214,27 +207,13 @@ class Masters:
         else:
             zero.optimizer.step()
             zero._lazy_init_hp_params_optimizer_state()
-        changed = [key for group, was in zip(groups, before, strict=True)
-                   for key, value in _options(group).items() if was.get(key) != value]  # fmt: skip
         for group, decay in zip(groups, decays, strict=True):
             group["weight_decay"] = decay
         names = {id(p): name for name, p in self._trainable}
         moments: dict[str, tuple[str, ...]] = {}
         for flat, parameters in self._flats():
             flat.grad = None
-            state = {key: value for key, value in self._state_of(flat).items() if value is not None and key != "step"}
-            kinds = [key for key, value in state.items() if isinstance(value, Tensor) and value.shape == flat.shape]
-            changed += [key for key in state if key not in kinds]
+            kinds = [key for key, value in self._state_of(flat).items() if value is not None and key != "step"]
             moments |= {names[id(p)]: tuple(sorted(kinds)) for p in parameters}
-        if changed:
-            raise UserError(
-                f"task: the optimiser of {self._task} keeps {', '.join(sorted(set(changed)))}, which are not numbers "
-                "per weight, so that no checkpoint would hold them; choose another optimiser"
-            )
         self._set_step(0)
         return moments
-
-
-def _options(group: dict[str, Any]) -> dict[str, Any]:
-    """A parameter group without its parameters."""
-    return {key: value for key, value in group.items() if key != "params"}

@@ -25,6 +25,7 @@ from titans_pt.tools.processes import place
 from titans_pt.training.engine import check_node_ranks, local_batch, reduce_bucket, sums_in_fp32
 from titans_pt.training.freezing import freeze, trained
 from titans_pt.training.metrics import PEAK_FLOPS
+from titans_pt.training.optimizers import optimizer_of
 
 GIB = 2**30
 PROBE_TOKENS = 1024
@@ -265,7 +266,9 @@ class _Rehearsal(RankGroup):
 
 def _moments(task: Task, model: nn.Module) -> int:
     """Numbers of the optimiser's state, from an update of ``model`` on the meta device."""
-    optimizer = task.optimizer(model, torch.device("meta"))
+    optimizer = optimizer_of(task, model, torch.device("meta"))
+    for group in optimizer.param_groups:
+        group |= {"fused": None} if "fused" in group else {}  # torch fuses nothing on this device
     for p in (p for group in optimizer.param_groups for p in group["params"]):
         p.grad = torch.empty_like(p)
     optimizer.step()

@@ -10,12 +10,14 @@ from tests.helpers.processes import curve, run_jobs
 from titans_pt import cli
 from titans_pt.config.files import load_config
 from titans_pt.data_pipeline import Loader
+from titans_pt.errors import UserError
 from titans_pt.models.backbone import parameter_groups
 from titans_pt.runs import checkpoints
 from titans_pt.tasks import TASKS, task_of
 from titans_pt.tasks.language import Language
 from titans_pt.training import loop
 from titans_pt.training.engine import Engine
+from titans_pt.training.plan import cost_of
 
 pytestmark = pytest.mark.usefixtures("one_group")
 HERE = ".".join(Path(__file__).with_suffix("").parts[-4:])  # tests.titans_pt.training.test_optimizers
@@ -221,6 +223,68 @@ def test_state_that_no_checkpoint_would_hold_is_refused(config, capsys):
     for task, key in {"by_nadam": "mu_product", "by_averaging": "seen"}.items():
         assert cli.run(["train", str(config), f"task={task}"]) == 2
         assert f"the optimiser of {task} keeps {key}, which are not numbers per weight" in capsys.readouterr().err
+
+
+def scaled(model, optimizer, **options) -> torch.optim.Optimizer:
+    """Groups with and without decay, at half the rate."""
+    return optimizer([group | {"lr_scale": 0.5} for group in parameter_groups(model, 0.1)], lr=1e-3, **options)
+
+
+class Clipping(torch.optim.SGD):
+    def step(self, closure=None):
+        torch.nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], 0.1)
+        return super().step(closure)
+
+
+class Counting(torch.optim.SGD):
+    seen = 0
+
+    def step(self, closure=None):
+        self.seen += 1
+        return super().step(closure)
+
+
+REFUSED = {
+    "adafactor": (lambda m: scaled(m, torch.optim.Adafactor), "does not treat every weight by itself"),
+    "clipping": (lambda m: scaled(m, Clipping), "does not treat every weight by itself"),
+    "counting": (lambda m: scaled(m, Counting), "keeps seen, which are not numbers per weight"),
+    "asgd": (lambda m: scaled(m, torch.optim.ASGD), "keeps eta, mu, which are not numbers per weight"),
+    "rprop": (lambda m: scaled(m, torch.optim.Rprop), "treats its first update in a special way"),
+    "dampening": (lambda m: scaled(m, torch.optim.SGD, momentum=0.9, dampening=0.5), "its first update in a special"),
+    "adagrad": (lambda m: scaled(m, torch.optim.Adagrad), "has state before its first update"),
+    "lbfgs": (lambda m: torch.optim.LBFGS(m.parameters()), "cannot update flat pieces of the weights: TypeError: "),
+    "sparse": (lambda m: torch.optim.SparseAdam(m.parameters()), "RuntimeError: SparseAdam does not support dense"),
+    "muon": (lambda m: torch.optim.Muon([m.blocks[0].mlp.down.weight]), "trained parameters, such as embedding.weight"),
+    "twice": (lambda m: torch.optim.SGD([*m.parameters(), m.norm.weight], lr=0.1), "holds norm.weight 2 times"),
+    "foreign": (lambda m: torch.optim.SGD([*m.parameters(), nn.Parameter(m.norm.weight)], lr=0.1), "holds 1 tensors"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate parameters")
+def test_optimisers_that_zero_cannot_use_are_refused(config, monkeypatch, case):
+    make, told = REFUSED[case]
+    monkeypatch.setattr(ByRMSprop, "optimizer", lambda self, model, device: make(model))
+    task = task_of(load_config(config, ["task=by_rmsprop"]))
+    with pytest.raises(UserError, match=f"^task: the optimiser of by_rmsprop .*{told}"):
+        cost_of(task)
+
+
+def test_options_of_torchs_own(config, tmp_path, monkeypatch):
+    """A fused AdamW with a third moment, a group of frozen parameters and an empty one; its plan, and a training."""
+
+    def make(self, model, device):
+        frozen = [p for p in model.parameters() if not p.requires_grad]
+        groups = [*parameter_groups(model, 0.1), {"params": frozen}, {"params": []}]
+        return torch.optim.AdamW(groups, lr=torch.tensor(1e-3), fused=True, amsgrad=True)
+
+    monkeypatch.setattr(ByRMSprop, "optimizer", make)
+    chosen = ["task=by_rmsprop", "train.trainable=[blocks.*]", "train.stop_at=2"]
+    assert loop.train(load_config(config, chosen)) == 0
+    with checkpoints.Tensors(checkpoints.checkpoint_path(tmp_path / "run" / "checkpoints", 2)) as tensors:
+        held = tensors.moments()
+    assert held["embedding.weight"] == ()
+    assert held["blocks.0.mlp.down.weight"] == ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 
 
 def test_a_checkpoint_of_another_optimiser_is_refused(config, capsys, monkeypatch):
