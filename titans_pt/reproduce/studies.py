@@ -246,7 +246,7 @@ def _optimizer(size: str) -> Study:
     rows = tuple(Row(model, variant) for model in models for variant in ("", "by-muon"))
     note = "Each model by AdamW and by Muon, at the rate that AdamW's runs chose: Muon's steps have the same size."
     return Study("optimizer", "Does the order depend on the optimiser", size, rows, _text_columns(),
-                 _tiny("text", "long"), size, note, seeds={row.key: (0, 1) for row in rows})  # fmt: skip
+                 _tiny("text", "long"), size, note)  # fmt: skip
 
 
 def _states(size: str) -> Study:
