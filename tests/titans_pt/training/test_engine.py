@@ -148,7 +148,7 @@ def test_a_gpus_optimiser_makes_the_same_updates_and_resumes_bit_for_bit(tiny, t
         monkeypatch.setattr(TASKS.find("language"), "optimizer", optimiser)
         for end in ends:
             assert loop.train(load_config(config, [f"run.dir={tmp_path / run}", f"train.stop_at={end}"])) == 0
-        assert fused == [True if device == "cuda" else None] * len(ends)
+        assert set(fused) == {True if device == "cuda" else None}
         path = checkpoints.checkpoint_path(tmp_path / run / "checkpoints", ends[-1])
         assert checkpoints.read_state(path).adam_step == ends[-1]
         return load_file(path / checkpoints.MODEL) | load_file(path / checkpoints.OPTIMIZER)
