@@ -3,10 +3,8 @@
 import hashlib
 import json
 import re
-import shutil
 from array import array
 from collections.abc import Iterator, Sequence
-from functools import partial
 from pathlib import Path
 
 import tokenizers
@@ -14,7 +12,7 @@ import tokenizers
 from titans_pt.data_pipeline.text import replace_surrogates
 from titans_pt.data_pipeline.tokenizers.base import FILES, Tokenizer
 from titans_pt.errors import UserError
-from titans_pt.tools.files import write_atomically, write_text
+from titans_pt.tools.files import copy_file, write_text
 
 CONFIG = "tokenizer_config.json"
 CONTROLS = ("bos_token", "eos_token", "pad_token", "unk_token", "cls_token", "sep_token", "mask_token")
@@ -126,7 +124,7 @@ class HuggingFaceTokenizer(Tokenizer):
             names |= {"chat_template": self.chat_template}
         path = folder / FILES[1]
         write_text(folder / CONFIG, json.dumps(names, indent=1) + "\n")
-        write_atomically(path, partial(shutil.copyfile, self.path))
+        copy_file(self.path, path)
         return path
 
     def _put_first(self) -> str | None:

@@ -1,10 +1,8 @@
 """A SentencePiece model whose decoding returns exactly the encoded text."""
 
 import hashlib
-import shutil
 from array import array
 from collections.abc import Iterator, Sequence
-from functools import partial
 from pathlib import Path
 
 import sentencepiece
@@ -12,7 +10,7 @@ import sentencepiece
 from titans_pt.data_pipeline.text import replace_surrogates
 from titans_pt.data_pipeline.tokenizers.base import FILES, Tokenizer
 from titans_pt.errors import UserError
-from titans_pt.tools.files import write_atomically
+from titans_pt.tools.files import copy_file
 
 SPACE = "\u2581"
 """SentencePiece's sign for a space; in a text it would come back as a space."""
@@ -78,7 +76,7 @@ class SentencePieceTokenizer(Tokenizer):
 
     def save(self, folder: Path) -> Path:
         path = folder / FILES[0]
-        write_atomically(path, partial(shutil.copyfile, self.path))
+        copy_file(self.path, path)
         return path
 
 

@@ -1,5 +1,10 @@
 """The small corpus, the tokenizer trained on it, and configs that point at temporary folders."""
 
+import errno
+import os
+import shutil
+from pathlib import Path
+
 import pytest
 
 from tests.data_pipeline.small_corpus import VOCAB, make_texts, write_jsonl
@@ -15,6 +20,17 @@ def texts():
 @pytest.fixture(scope="session")
 def tokenizer(tmp_path_factory, texts):
     return train_tokenizer(texts, tmp_path_factory.mktemp("tokenizer") / "small.model", VOCAB, 10**6)
+
+
+@pytest.fixture
+def full_disk(monkeypatch):
+    """full_disk(): from now on a copy of a file is cut short, and fails."""
+
+    def full(_, target):
+        Path(target).write_bytes(b"half")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    return lambda: monkeypatch.setattr(shutil, "copyfile", full)
 
 
 @pytest.fixture

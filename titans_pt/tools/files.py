@@ -6,10 +6,12 @@ import errno
 import glob
 import os
 import re
+import shutil
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +51,11 @@ def write_atomically(path: Path, write: Callable[[Path], Any], durable: bool = F
         if isinstance(error, OSError) and str(error.filename) == str(temporary):
             raise OSError(error.errno, error.strerror, str(path)) from None
         raise
+
+
+def copy_file(source: Path, path: Path) -> None:
+    """Copies a file by :func:`write_atomically`, without its permissions and times."""
+    write_atomically(path, partial(shutil.copyfile, source))
 
 
 def _remove_abandoned(path: Path):

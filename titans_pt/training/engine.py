@@ -195,7 +195,6 @@ class Engine:
             )
             self._linear = F.linear
         self.masters = Masters(self._engine, weights, self.split, self.topology, task)
-        self._micro_steps = 0
 
     @property
     def model(self) -> nn.Module:
@@ -231,8 +230,7 @@ class Engine:
             done("backward")
             self._engine.step()
             done("update")
-        self._micro_steps += 1
-        if self._micro_steps % self.accumulation == 0 and self.update_applied():
+        if self._engine.micro_steps % self.accumulation == 0 and self.update_applied():
             self.masters.updates += 1
         return loss.detach()
 

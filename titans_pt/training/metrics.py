@@ -5,16 +5,14 @@ import itertools
 import json
 import logging
 import math
-import shutil
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from tqdm import tqdm
 
-from titans_pt.tools.files import naming, write_atomically, write_text
+from titans_pt.tools.files import copy_file, naming, write_text
 from titans_pt.tools.screen import drop
 from titans_pt.tools.sealed import seal, unseal
 
@@ -40,12 +38,12 @@ class MetricsLog:
         """
         if branch and path.is_file():
             copy = _free(path.with_name(f"{path.stem}.before-{resumed_step}{path.suffix}"))
-            write_atomically(copy, partial(shutil.copyfile, path))
+            copy_file(path, copy)
             log.info("the curves so far are kept as %s", copy)
         records, damaged = _read(path)
         if damaged:
             copy = _free(path.with_name(f"{path.stem}.damaged{path.suffix}"))
-            write_atomically(copy, partial(shutil.copyfile, path))
+            copy_file(path, copy)
             log.warning("%s: line %s cannot be read and is missing from the curves (%d such lines); the file as it "
                         "was is kept as %s", path, damaged[0], len(damaged), copy)  # fmt: skip
         keep = [record for record in records if record["step"] <= resumed_step]

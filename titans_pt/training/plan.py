@@ -265,12 +265,13 @@ class _Rehearsal(RankGroup):
 
 
 def _moments(task: Task, model: nn.Module) -> int:
-    """Numbers of the optimiser's state, from an update of ``model`` on the meta device."""
+    """Numbers of the optimiser's state, from an update of flat tensors, as ZeRO has them, on the meta device."""
     optimizer = optimizer_of(task, model, torch.device("meta"))
     for group in optimizer.param_groups:
+        flat = nn.Parameter(torch.empty(sum(p.numel() for p in group["params"]), device="meta"))
+        flat.grad = torch.empty_like(flat)
+        group["params"] = [flat]
         group |= {"fused": None} if "fused" in group else {}  # torch fuses nothing on this device
-    for p in (p for group in optimizer.param_groups for p in group["params"]):
-        p.grad = torch.empty_like(p)
     optimizer.step()
     state = [(key, value) for held in optimizer.state.values() for key, value in held.items()]
     return sum(value.numel() for key, value in state if isinstance(value, Tensor) and key != "step")

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from titans_pt.errors import UserError
+from titans_pt.parallel.topology import RankGroup
 from titans_pt.tools.processes import Place, number, place
 
 T = TypeVar("T")
@@ -93,10 +94,7 @@ class Ranks:
 
     def gather_objects(self, value: T) -> list[T]:
         """The value of every rank, by rank; any object that can be pickled."""
-        found: list[Any] = [value] * self.world_size
-        if self.world_size > 1:
-            dist.all_gather_object(found, value)
-        return found
+        return RankGroup(self.rank, self.world_size).gather_objects(value)
 
 
 @contextmanager

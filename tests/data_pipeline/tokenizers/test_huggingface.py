@@ -1,7 +1,4 @@
-import errno
 import json
-import os
-from pathlib import Path
 
 import pytest
 import tokenizers
@@ -277,16 +274,12 @@ def test_a_vocabulary_over_uint16(tmp_path, byte_level, config):
     assert files.tokenizer.decode(files.train[0][0].tolist()).startswith("Document 0 ")
 
 
-def test_a_copy_that_fails_leaves_the_earlier_one(byte_level, tmp_path, monkeypatch):
+def test_a_copy_that_fails_leaves_the_earlier_one(byte_level, tmp_path, full_disk):
     tokenizer = load_tokenizer(byte_level)
     tokenizer.save(tmp_path)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
 
-    def full(_, target):
-        Path(target).write_bytes(b"half")
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(module.shutil, "copyfile", full)
+    full_disk()
     with pytest.raises(OSError, match="space"):
         tokenizer.save(tmp_path)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before

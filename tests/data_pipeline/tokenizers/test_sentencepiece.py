@@ -1,6 +1,4 @@
-import errno
 import io
-import os
 import random
 import tracemalloc
 from pathlib import Path
@@ -280,16 +278,12 @@ def test_one_long_line_without_spaces(mistral, monkeypatch):
     assert mistral.decode(mistral.encode(text)) == text
 
 
-def test_a_copy_that_fails_leaves_the_earlier_one(tokenizer, tmp_path, monkeypatch):
+def test_a_copy_that_fails_leaves_the_earlier_one(tokenizer, tmp_path, full_disk):
     """A training copies its tokenizer into the run at every start: a full disk must not cut the copy there."""
     path = tokenizer.save(tmp_path)
     before = path.read_bytes()
 
-    def full(_, target):
-        Path(target).write_bytes(b"half")
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(module.shutil, "copyfile", full)
+    full_disk()
     with pytest.raises(OSError, match="space"):
         tokenizer.save(tmp_path)
     assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
