@@ -219,7 +219,9 @@ def write_part(job: Job, index: int, part: Part, report: Report) -> None:
                 tokens.write(data)
                 checksum.update(data)
                 if sketches:
-                    sketches.write(sketch(encoded).tobytes())
+                    own_sketches = sketch(encoded)
+                    own_sketches[[document.continued for document in batch]] = 0
+                    sketches.write(own_sketches.tobytes())
                 for document, ids, own in zip(batch, encoded, answers, strict=True):
                     digest = document_hash(ids[bare] if by_ids else document.text)
                     row = _described(document, len(ids), digest, fraction)
@@ -332,8 +334,8 @@ def _written(document: Document, source: SourceConfig, tokenizer: Tokenizer) -> 
         )
     texts = ["".join(text for text, _ in pieces) for pieces in found]
     opening = texts[0] if len(texts) > 1 else ""
-    return [replace(document, text=text, pieces=tuple(pieces), opening=opening)
-            for text, pieces in zip(texts, found, strict=True)]  # fmt: skip
+    return [replace(document, text=text, pieces=tuple(pieces), opening=opening, continued=n < len(texts))
+            for n, (text, pieces) in enumerate(zip(texts, found, strict=True), 1)]  # fmt: skip
 
 
 def _bare(document: Document, ids: np.ndarray, tokenizer: Tokenizer) -> np.ndarray:

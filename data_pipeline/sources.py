@@ -63,6 +63,7 @@ class Document:
         pieces: for a document with answers, its text in pieces.
         messages: for format=messages, the chat.
         opening: text of the first document of a chat that takes several.
+        continued: whether the next document is of the same chat.
     """
 
     text: str
@@ -73,6 +74,7 @@ class Document:
     pieces: tuple[Piece, ...] = ()
     messages: tuple[Message, ...] = ()
     opening: str = ""
+    continued: bool = False
 
 
 def refuse(rejected: Rejected) -> None:

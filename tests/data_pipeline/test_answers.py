@@ -86,6 +86,19 @@ def test_a_template_that_rewrites_earlier_answers_has_a_document_for_each(given_
     assert rows and all(rows.count(row) == 1 + begins.index(row) % 2 for row in rows)
 
 
+def test_near_duplicates_are_whole_chats(given_rows, tmp_path):
+    pytest.importorskip("transformers")
+    pytest.importorskip("rensa")
+    draw = np.random.default_rng(0)
+    texts = [" ".join(map(str, draw.integers(0, 1000, 300))) for _ in range(40)]
+    chats = [{"messages": said(text + end, "yes", "and?", "no")} for text in texts for end in ("", "!")]
+    config = given_rows((chats, {"format": "messages"}), near_duplicates=0.8)
+    byte_tokenizer(tmp_path / "tokenizer", FORGETFUL)
+    assert prepare(config)["dropped"]["near_duplicate"] == 80
+    found = told(config)
+    assert len(found) == 80 and all(f"{text}$:{answer}$$" in found for text in texts for answer in ("yes", "$and?$:no"))
+
+
 def test_another_chat_template_makes_other_token_files(given_rows, tmp_path, capsys):
     """The checksum of tokenizer.json does not cover the template, which stands in a file next to it."""
     pytest.importorskip("transformers")

@@ -48,6 +48,16 @@ def test_what_is_alike_is_found_and_nothing_else(threshold, tmp_path):
     assert groups[:50, 1:].mean() > 0.98 and not groups[:50, 0].any() and not groups[50:].any()
 
 
+def test_documents_of_one_chat_are_kept_or_dropped_together(tmp_path):
+    draw = np.random.default_rng(3)
+    first, other = documents(draw, 0.95, 4), documents(draw, 0.95, 1)
+    sketches = it.sketch([*first[:2], *other, *first[2:]])
+    sketches[[0, 3]] = 0  # chats of two, one and two documents
+    sketches.tofile(tmp_path / "sketches")
+    duplicate = np.zeros(5, np.uint8)
+    assert it.mark(tmp_path / "sketches", duplicate, 0.8) == 2 and duplicate.tolist() == [0, 0, 0, 1, 1]
+
+
 def test_the_width_of_a_band():
     assert [it.band_width(t) for t in (0.5, 0.8, 0.9, 1.0)] == [2, 4, 8, 128]
 
