@@ -117,7 +117,7 @@ def frame(task: str, story: babi.Story, wording: str, shots: int) -> tuple[str, 
     examples = words.between.join(
         f"<example>\n{facts} {asked}\nAnswer: {answer}\n</example>" for facts, asked, answer in words.examples[:shots]
     )
-    head = "\n\n".join(part for part in (words.instruction, examples, words.post_prompt) if part)
+    head = f"{words.instruction}\n\n{examples}\n\n{words.post_prompt}"
     return f"{head}\n\n<context>\n", f"\n</context>\n\nQuestion: {story.question}"
 
 

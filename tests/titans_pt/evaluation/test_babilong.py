@@ -67,6 +67,9 @@ def test_prompts_are_the_benchmarks_to_the_letter(task, sha256):
     DEFAULT_PROMPTS."""
     before, after = babilong.frame(task, babi.Story([], "Where is Mary?", "", []), "instructions", 3)
     assert hashlib.sha256(f"{before}The context.{after}".encode()).hexdigest().startswith(sha256)
+    begin, end = before.index("<example>"), before.rindex("</example>") + len("</example>")
+    without, _ = babilong.frame(task, babi.Story([], "Where is Mary?", "", []), "instructions", 0)
+    assert without == before[:begin] + before[end:], "the benchmark's template keeps its blank lines"
 
 
 def test_other_words_are_other_samples(essays, monkeypatch):
