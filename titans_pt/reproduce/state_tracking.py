@@ -6,7 +6,7 @@ from titans_pt.reproduce.measures import TRAINING, Measure
 from titans_pt.reproduce.study import Column, Row, Study
 
 LENGTHS = (32, 64, 128, 256, 512)
-STEPS = {"parity": 600, "S3": 2000, "A5": 2000}
+STEPS = {"parity": 600, "S3": 2000, "A5": 2000, "pair": 1000}
 SEEDS = {"parity": (0, 1, 2), "S3": (0, 1, 2), "A5": (0,)}
 _TOKEN = ("model.memory.chunk_size=1",)
 _REFLECT = (*_TOKEN, "model.memory.step_bound=1.0")
@@ -49,14 +49,16 @@ CHANGES = {
 }
 """Settings that replace a model's own. C: the memory's chunk size, by default 16. bound: upper bound of theta, by
 default 0.1. linear: a memory of one matrix, without LayerNorm; wider MLPs keep the model's size."""
+_TWO = ("state_tracking.tokens=2", "data.seq_len=80", "train.batch_tokens=5120")
 TRAININGS = {
     # last word of a variant: (settings that replace those of the rest, displayed words)
     "slow": (("train.lr=2e-3",), ", half the rate"),
     "fast": (("train.lr=8e-3",), ", twice the rate"),
-    "two": (("state_tracking.tokens=2", "data.seq_len=80", "train.batch_tokens=5120"), ", two tokens an element"),
+    "two": (_TWO, ", two tokens an element"),
+    "pair": ((*_TWO, "state_tracking.generators=pair"), ", two generators, two tokens an element"),
 }
 """Other trainings of the same model. two: a filler follows each element, and a memory writes twice before it is
-asked."""
+asked. pair: with these, two elements are read that generate the group, in place of all."""
 _OF_LMM = (
     "", "c1", "c1-half", "c1-one", "c1-one-still", "linear", "linear-c1", "linear-c1-half", "linear-c1-one",
     "linear-c1-one-still",
@@ -75,6 +77,10 @@ _DEEP = (("hope", "c1-one"), *(("lmm", change) for change in _IDEAS))
 _OTHER_RATES = tuple((model, f"{change}-{rate}") for rate in ("slow", "fast") for model, change in (
     ("lmm", "c1-one"), ("lmm", "linear-c1-one-still"), ("deltanet", "negative")))  # fmt: skip
 _TWO_TOKENS = (("lmm", "linear-c1-one-two"), ("deltanet", "negative-two"))
+_PAIR = (
+    ("lmm", "linear-c1-one-still-pair"), ("lmm", "linear-c1-one-pair"), ("lmm", "c1-one-pair"), ("lmm", "pair"),
+    ("transformer", "pair"), ("mamba2", "pair"), ("deltanet", "pair"), ("deltanet", "negative-pair"),
+)  # fmt: skip
 MODELS = {
     "parity": (
         *(("lmm", change) for change in _OF_LMM), ("mac", ""), ("mac", "c1-one"), ("mag", ""), ("mag", "c1-one"),
@@ -85,7 +91,8 @@ MODELS = {
         ("lmm", "linear-c1-one-still"), ("mac", "c1-one"), ("transformer", ""), ("mamba2", ""),
         ("deltanet", "negative"), ("gated_deltanet", "negative"), ("lmm", "c1-one-yaad"), *_LATER, *_TWO_TOKENS,
     ),
-    "A5": (("lmm", "c1-one"), ("lmm", "linear-c1-one"), ("transformer", ""), ("deltanet", "negative")),
+    "A5": (("lmm", "c1-one"), ("lmm", "linear-c1-one"), ("transformer", ""), ("deltanet", "negative"),
+           *_PAIR),
 }  # fmt: skip
 
 
@@ -93,7 +100,7 @@ def _row(model: str, change: str, problem: str) -> Row:
     first, _, last = change.rpartition("-")
     of_model, (trained, how) = (first, TRAININGS[last]) if last in TRAININGS else (change, ((), ""))
     words, name = CHANGES[f"{of_model}-{model}" if of_model == "negative" else of_model]
-    steps = STEPS[problem]
+    steps = STEPS["pair" if last == "pair" else problem]
     more = (f"state_tracking.problem={problem}", f"train.max_steps={steps}", f"train.eval_every={steps // 20}")
     shown = f"{problem}{name and ', ' + name}{how}"
     return Row(model, f"{problem}-{change}" if change else problem, (*words, *trained, *more), shown)
@@ -104,6 +111,7 @@ def state_tracking(size: str) -> Study:
     seeds = {row.key: SEEDS[row.variant.partition("-")[0]] for row in rows}
     once = (*_LATER, *_DEEP, *_TWO_TOKENS, *(row for row in _OTHER_RATES if row[1].endswith("slow")))
     seeds |= {_row(model, change, problem).key: (0,) for problem in MODELS for model, change in once}
+    seeds |= {_row(model, change, "A5").key: (0, 1, 2) for model, change in _PAIR}
     seeds[_row("lmm", "c1-one-yaad", "parity").key] = SEEDS["parity"]  # the only later idea ahead of the LMM
     columns = [Column(f"last of {n} (%)", "states", measures.last_answer(n)) for n in LENGTHS]
     columns += [

@@ -4,7 +4,7 @@ import itertools
 import math
 import re
 from dataclasses import dataclass
-from functools import cache, reduce
+from functools import cache, cached_property, reduce
 
 import numpy as np
 
@@ -33,13 +33,30 @@ class Group:
         """(order,) int64: how many points each element moves."""
         return (self.elements != np.arange(self.elements.shape[1])).sum(1)
 
+    @cached_property
+    def pair(self) -> np.ndarray:
+        """The first two elements that generate the group; empty if no two do."""
+        pairs = itertools.combinations(range(1, self.order), 2)
+        return np.array(next((pair for pair in pairs if len(self._generated(pair)) == self.order), ()), dtype=np.int64)
+
+    def _generated(self, some: tuple[int, ...]) -> set[int]:
+        """The products of any number of these elements."""
+        found, new = {0}, {0}
+        while new:
+            new = {int(after) for element in new for after in self.table[element, list(some)]} - found
+            found |= new
+        return found
+
     def generators(self, name: str) -> np.ndarray:
         """The elements, ascending, that ``name`` stands for; empty if there are none.
 
-        Names: all; swaps (of two points); three_cycles; moves-K (all that move at most K points, and the identity).
+        Names: all; pair (the first two that generate the group); swaps (of two points); three_cycles; moves-K (all that
+        move at most K points, and the identity).
         """
         if name == "all":
             return np.arange(self.order)
+        if name == "pair":
+            return self.pair
         if name.startswith("moves-"):
             return np.flatnonzero(self.moved <= int(name.removeprefix("moves-")))
         return np.flatnonzero(self.moved == {"swaps": 2, "three_cycles": 3}[name])  # three moved points form a cycle

@@ -247,9 +247,9 @@ class StateTracking(AnswerTask):
         problem: str = "parity"
         """Problem to track. parity, or a group: Zn (numbers modulo n), Sn (permutations), An (even permutations),
         products such as A4xZ5. arithmetic: sums and products modulo ``modulus``; brackets: the same with brackets."""
-        generators: Annotated[str, Field(pattern=r"^(all|swaps|three_cycles|moves-[1-9]\d{0,2})$")] = "all"
-        """Elements of a group that are drawn: all; swaps (of two points); three_cycles; moves-K (all that move at most
-        K points)."""
+        generators: Annotated[str, Field(pattern=r"^(all|pair|swaps|three_cycles|moves-[1-9]\d{0,2})$")] = "all"
+        """Elements of a group that are drawn: all; pair (the first two that generate it); swaps (of two points);
+        three_cycles; moves-K (all that move at most K points)."""
         tokens: Annotated[int, Field(ge=1, le=64)] = 1
         """Tokens of an element: itself, then fillers. The product is asked for after the last one."""
         modulus: Annotated[int, Field(ge=2, le=1000)] = 5

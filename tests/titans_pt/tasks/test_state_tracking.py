@@ -60,6 +60,7 @@ def test_known_products():
     s5 = group("S5")
     kinds = {name: len(s5.generators(name)) for name in ("all", "swaps", "three_cycles", "moves-3", "moves-2")}
     assert kinds == {"all": 120, "swaps": 10, "three_cycles": 20, "moves-3": 31, "moves-2": 11}
+    assert group("A5").generators("pair").tolist() == [1, 15] and len(group("Z2xZ2xZ2").generators("pair")) == 0
     assert s5.products(s5.generators("swaps"), 65).max() == pytest.approx(1 / 60), "an odd number of swaps is odd"
 
 
