@@ -147,9 +147,8 @@ def save(
         save_tensors(optimizer, temporary / OPTIMIZER)
         files = {name: describe(temporary / name) for name in (MODEL, OPTIMIZER)}
         return _complete(temporary, final, files, state, known_as)
-    except BaseException:
+    finally:  # a complete one has been renamed
         shutil.rmtree(temporary, ignore_errors=True)
-        raise
 
 
 def unfinished(folder: Path, step: int) -> Path:
@@ -172,13 +171,10 @@ def join(
     """
     temporary = unfinished(folder, state.step)
     try:
-        if files := join_shards(temporary, count, tensors, stop):
-            return _complete(temporary, checkpoint_path(folder, state.step), files, state)
-    except BaseException:
+        files = join_shards(temporary, count, tensors, stop)
+        return _complete(temporary, checkpoint_path(folder, state.step), files, state) if files else None
+    finally:  # as in save
         shutil.rmtree(temporary, ignore_errors=True)
-        raise
-    shutil.rmtree(temporary, ignore_errors=True)
-    return None
 
 
 def _complete(temporary: Path, final: Path, files: dict[str, Any], state: TrainerState, known_as: str = "") -> Path:
