@@ -30,7 +30,7 @@ def config(tiny):
 
 def test_the_grid_and_the_batch(config):
     plan = make_plan(task_of(config(parallel={"tensor": 2, "zero_stage": 2})), ranks=4)
-    assert (plan.tensor, plan.data, plan.micro_batch, plan.accumulation) == (2, 2, 1, 4)
+    assert (plan.data, plan.micro_batch, plan.accumulation) == (2, 1, 4)
     assert "4 ranks = 2 tensor x 2 data, ZeRO 2, fp32" in plan.text()
     assert "1,024 tokens per step = 2 data ranks x 4 micro-batches x 1 samples x 128 tokens" in plan.text()
     whole = make_plan(task_of(config()), ranks=1)
