@@ -14,7 +14,6 @@ Nothing here knows about ranks or DeepSpeed. docs/checkpoints.md describes the l
 
 import contextlib
 import errno
-import itertools
 import json
 import logging
 import os
@@ -30,7 +29,7 @@ from torch import Tensor
 
 from titans_pt.errors import UserError
 from titans_pt.runs.shards import INDEX, ShardReader, Whole, join_shards
-from titans_pt.tools.files import flush_to_disk, naming, write_text
+from titans_pt.tools.files import flush_to_disk, naming, unused, write_text
 from titans_pt.tools.tensor_files import describe, open_tensors, save_tensors, sha256
 
 FORMAT, SHARDED = 1, 2
@@ -476,12 +475,8 @@ def set_aside(folder: Path, after: int) -> list[Path]:
     for path in list_checkpoints(folder):
         if step_of(path) <= after:
             continue
-        place = folder / "set-aside" / path.name
+        place = unused(folder / "set-aside" / path.name)
         place.parent.mkdir(exist_ok=True)
-        for n in itertools.count(2):
-            if not os.path.lexists(place):
-                break
-            place = place.with_name(f"{path.name}-{n}")
         target = path.parent / path.readlink() if path.is_symlink() else None
         os.replace(path, place)
         if target:  # a relative link would point elsewhere from the new folder
