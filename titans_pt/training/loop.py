@@ -166,7 +166,7 @@ class Trainer:
         self.evaluated_step: int | None = None
         self.last_step = train.stop_at or train.max_steps
         if config.evaluation.every:
-            ranks.on_first(lambda: runner.check(task, config))
+            ranks.on_first(lambda: runner.check(task))
         self._unlogged_tokens, self._unlogged_seconds = 0, 0.0
         self.gauges = Gauges(ranks)
 
