@@ -148,11 +148,8 @@ def prepare(config: Config, force: bool = False, shard: tuple[int, int] | None =
                 if shard is None:  # else other processes may be at work there
                     _keep_finished(build)
     except OSError as error:
-        reason = (
-            "disk full; free space"
-            if error.errno in (errno.ENOSPC, errno.EDQUOT)
-            else (f"{error.strerror or error}; make the folder writable")
-        )
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        reason = "disk full; free space" if full else f"{error.strerror or error}; make the folder writable"
         raise UserError(
             f"data.dir={config.data.dir}: cannot write token files: {reason}, or choose another data.dir"
         ) from error
