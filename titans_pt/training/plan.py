@@ -191,7 +191,7 @@ class Cost:
     tokens: tokens (time steps) of all samples.
     flops: FLOPs as counted by titans_pt.layers.flops.
     disk: bytes of all kept checkpoints.
-    one: bytes of one checkpoint.
+    checkpoint: bytes of one.
     read: tokens that the blocks read.
     """
 
@@ -199,14 +199,14 @@ class Cost:
     tokens: int
     flops: float
     disk: int
-    one: int
+    checkpoint: int
     read: int
 
     def text(self) -> str:
         hours = ", ".join(f"{self.gpu_hours(mfu):,.3g} at {mfu:.0%} MFU" for mfu in (0.4, 0.1))
         return (
             f"{self.tokens:,} tokens in all, {self.flops:.3g} FLOPs: H100-hours {hours} (assumed, not measured); "
-            f"checkpoints {self.disk / GIB:.2f} GiB, and {self.one / GIB:.2f} more while the newest is written"
+            f"checkpoints {self.disk / GIB:.2f} GiB, and {self.checkpoint / GIB:.2f} more while the newest is written"
         )
 
     def gpu_hours(self, mfu: float) -> float:
@@ -227,11 +227,10 @@ def cost_of(task: Task) -> Cost:
     saved = -(-train.max_steps // train.checkpoint_every)
     saved += train.max_steps // train.eval_every if train.patience else 0  # each validation may be the best so far
     saved += train.max_steps // config.evaluation.every if config.evaluation.every else 0
-    checkpoints = min(kept, saved)
     flops = tokens * model.flops(config.data.seq_len).total
     rows, length = task.sequences(tokens // config.data.seq_len, config.data.seq_len)
-    one = FP32 * (parameters + _moments(task, model))
-    return Cost(parameters, tokens, flops, checkpoints * one, one, rows * length)
+    checkpoint = FP32 * (parameters + _moments(task, model))
+    return Cost(parameters, tokens, flops, min(kept, saved) * checkpoint, checkpoint, rows * length)
 
 
 def _steps_kept(config: Config) -> int:
@@ -320,10 +319,9 @@ def _activation_bytes(task: Task, samples: int, gpu: bool) -> dict[str, int]:
         pieces = (*m.mlp_periods, *(mixer.piece for mixer in mixers.values()))
         probe = min(length, max(PROBE_TOKENS, *pieces))
         probe -= probe % tensor
-        one = {n: {kind: mixer.kept_state_bytes(n) for kind, mixer in mixers.items()} for n in (length, probe)}
-        states = {kind: rows * size for kind, size in one[length].items()}
-        short = {kind: size - one[probe][kind] for kind, size in _kept(config, 1, probe).items()}
-        kept = {kind: rows * size * length // probe for kind, size in short.items()}
+        states = {kind: rows * mixer.kept_state_bytes(length) for kind, mixer in mixers.items()}
+        others = {kind: size - mixers[kind].kept_state_bytes(probe) for kind, size in _kept(config, 1, probe).items()}
+        kept = {kind: rows * size * length // probe for kind, size in others.items()}
     if config.train.activation_checkpointing:  # the blocks' inputs, and one block at a time
         inputs = _width(config) * rows * length * m.d_model
         inputs //= tensor if config.parallel.sequence else 1
