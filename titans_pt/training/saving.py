@@ -199,6 +199,7 @@ class Saver:
         train = self.config.train
         best = [checkpoints.checkpoint_path(self.folder.checkpoints, int(state.best["step"]))] if state.best else []
         kept = [path, *best]
-        checkpoints.prune(self.folder.checkpoints, train.keep_last, train.keep_every, kept, newest=state.step)
+        folder = self.folder.checkpoints
+        checkpoints.delete(checkpoints.outdated(folder, train.keep_last, train.keep_every, kept, newest=state.step))
         log.info("step %d: checkpoint %s", state.step, path)
         self.written(path)
