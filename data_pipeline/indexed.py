@@ -32,7 +32,8 @@ HEADER = struct.Struct("<9sQBQQ")
 DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
 PAGE = 4096
 """Bytes of .bin per checksum: a page, so that checking a sample reads hardly more than the sample."""
-_REMEDY = "copy it again, or make the token files again with: titans prepare CONFIG --force"
+REMEDY = "copy it again, or make the token files again with: titans prepare CONFIG --force"
+"""Remedy for a damaged file of data.dir."""
 SUFFIXES = (".bin", ".idx", ".crc32")
 _PIECE = 1 << 20
 """Entries of an index that are handled at once."""
@@ -178,14 +179,14 @@ class IndexedDataset:
             with open(idx, "rb") as file:
                 header = file.read(HEADER.size)
         except OSError as error:
-            raise UserError(f"{error.filename}: {error.strerror}; {_REMEDY}") from None
+            raise UserError(f"{error.filename}: {error.strerror}; {REMEDY}") from None
         if len(header) < HEADER.size:
-            raise UserError(f"{idx}: truncated ({idx_bytes} bytes); {_REMEDY}")
+            raise UserError(f"{idx}: truncated ({idx_bytes} bytes); {REMEDY}")
         magic, version, code, count, document_count = HEADER.unpack(header)
         if magic != MAGIC or version != 1 or code not in DTYPES:
-            raise UserError(f"{idx}: not an indexed dataset of version 1 (Megatron's MMIDIDX); {_REMEDY}")
+            raise UserError(f"{idx}: not an indexed dataset of version 1 (Megatron's MMIDIDX); {REMEDY}")
         if idx_bytes < HEADER.size + 12 * count + 8 * document_count:
-            raise UserError(f"{idx}: truncated ({idx_bytes} bytes, for {count} sequences); {_REMEDY}")
+            raise UserError(f"{idx}: truncated ({idx_bytes} bytes, for {count} sequences); {REMEDY}")
         self.dtype = np.dtype(DTYPES[code])
         raw = np.memmap(idx, np.uint8, "r")
         self._sizes = raw[HEADER.size :][: 4 * count].view("<i4")
@@ -195,7 +196,7 @@ class IndexedDataset:
         if bin_bytes != self.tokens * self.dtype.itemsize:
             raise UserError(
                 f"{bin_}: {bin_bytes} bytes, but its .idx says {self.tokens * self.dtype.itemsize}: "
-                f"truncated, or of another run; {_REMEDY}"
+                f"truncated, or of another run; {REMEDY}"
             )
         self.document_starts = _DocumentStarts(self, documents)
         self._stream = np.memmap(bin_, self.dtype, "r") if self.tokens else np.zeros(0, self.dtype)
@@ -212,9 +213,9 @@ class IndexedDataset:
         try:
             pages = np.fromfile(path, "<u4")
         except OSError as error:
-            raise UserError(f"{path}: {error.strerror}; {_REMEDY}") from None
+            raise UserError(f"{path}: {error.strerror}; {REMEDY}") from None
         if len(pages) != -(-self._stream.nbytes // PAGE):
-            raise UserError(f"{path}: {len(pages)} checksums for {self._stream.nbytes} bytes of .bin; {_REMEDY}")
+            raise UserError(f"{path}: {len(pages)} checksums for {self._stream.nbytes} bytes of .bin; {REMEDY}")
         return pages
 
     def _check(self, idx: Path, documents: np.ndarray) -> int:
@@ -229,7 +230,7 @@ class IndexedDataset:
         for start in range(0, len(documents), _PIECE):
             sound &= bool((np.diff(documents[start : start + _PIECE + 1]) >= 0).all())
         if not sound:
-            raise UserError(f"{idx}: its sizes, pointers and documents contradict each other; {_REMEDY}")
+            raise UserError(f"{idx}: its sizes, pointers and documents contradict each other; {REMEDY}")
         return tokens
 
     def __len__(self) -> int:
@@ -254,7 +255,7 @@ class IndexedDataset:
         if self._vocab_size and len(tokens) and not 0 <= tokens.min() <= tokens.max() < self._vocab_size:
             raise UserError(
                 f"{self.prefix}.bin: damaged: tokens {start} to {stop - 1} have ids from {tokens.min()} to "
-                f"{tokens.max()}, and the vocabulary has {self._vocab_size}; {_REMEDY}"
+                f"{tokens.max()}, and the vocabulary has {self._vocab_size}; {REMEDY}"
             )
         return tokens
 
@@ -269,7 +270,7 @@ class IndexedDataset:
             if zlib.crc32(content[page * PAGE : (page + 1) * PAGE]) != checksums[page]:
                 first, last = page * PAGE // size, min((page + 1) * PAGE // size, self.tokens) - 1
                 raise UserError(
-                    f"{self.prefix}.bin: damaged: tokens {first} to {last} are not those that were written; {_REMEDY}"
+                    f"{self.prefix}.bin: damaged: tokens {first} to {last} are not those that were written; {REMEDY}"
                 )
 
     def document(self, j: int) -> np.ndarray:

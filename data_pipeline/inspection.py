@@ -12,7 +12,7 @@ from pyarrow import parquet
 from titans_pt.config import Config
 from titans_pt.data_pipeline.answers import Answers
 from titans_pt.data_pipeline.files import arrow_file, unit_of_place
-from titans_pt.data_pipeline.indexed import IndexedDataset
+from titans_pt.data_pipeline.indexed import REMEDY, IndexedDataset
 from titans_pt.data_pipeline.manifest import MANIFEST, damage, read_manifest, refuse_damage
 from titans_pt.data_pipeline.merge import REJECTED
 from titans_pt.data_pipeline.packing import Mixture, PackedSamples, TokenFiles
@@ -73,7 +73,6 @@ def document_place(stream: IndexedDataset, j: int) -> dict:
     path = stream.list_of_documents
     if not path.exists():
         return {}
-    remedy = "copy it again, or make the token files again with: titans prepare CONFIG --force"
     try:
         with arrow_file(path) as file, parquet.ParquetFile(file) as table:
             for group in range(table.num_row_groups):
@@ -85,8 +84,8 @@ def document_place(stream: IndexedDataset, j: int) -> dict:
                     return place
                 j -= rows
     except (pyarrow.ArrowException, OSError, ValueError, LookupError) as error:
-        raise UserError(f"{path}: damaged ({' '.join(str(error).split())[:200]}); {remedy}") from None
-    raise UserError(f"{path}: truncated, or of another run; {remedy}")
+        raise UserError(f"{path}: damaged ({' '.join(str(error).split())[:200]}); {REMEDY}") from None
+    raise UserError(f"{path}: truncated, or of another run; {REMEDY}")
 
 
 def _print_totals(config: Config, files: TokenFiles) -> None:

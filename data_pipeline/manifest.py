@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from titans_pt.config import Config, DataConfig, SourceConfig
+from titans_pt.data_pipeline.indexed import REMEDY
 from titans_pt.data_pipeline.text import utf8
 from titans_pt.errors import UserError
 from titans_pt.tools.files import DISK_FAILED, naming
@@ -22,7 +23,6 @@ READABLE = (1, 2)
 """Formats whose token files can be trained on; 1 has no list of documents."""
 _NEEDED = ("settings", "content", "tokenizer_sha256", "vocab_size", "splits")
 """Entries that the manifests of all these formats have."""
-_REMEDY = "copy it again, or make the token files again with: titans prepare CONFIG --force"
 _NEWER = ("data.near_duplicates", "data.validation_sources")
 """Settings that a manifest has only if they are given, as in manifests from before these settings existed."""
 
@@ -43,11 +43,11 @@ def read_manifest(folder: Path) -> dict | None:
     except OSError as error:
         if error.errno in DISK_FAILED:
             raise
-        raise UserError(f"{path}: {error.strerror}; {_REMEDY}") from None
+        raise UserError(f"{path}: {error.strerror}; {REMEDY}") from None
     except ValueError as error:
-        raise UserError(f"{path}: damaged ({error}); {_REMEDY}") from None
+        raise UserError(f"{path}: damaged ({error}); {REMEDY}") from None
     if manifest.get("format") in READABLE and (missing := [key for key in _NEEDED if not manifest.get(key)]):
-        raise UserError(f"{path}: damaged ({missing[0]!r} is missing); {_REMEDY}")
+        raise UserError(f"{path}: damaged ({missing[0]!r} is missing); {REMEDY}")
     return manifest
 
 
@@ -82,7 +82,7 @@ def refuse_damage(folder: Path, found: dict[str, str]) -> None:
     if found:
         name, problem = next(iter(found.items()))
         more = f" ({len(found)} files are damaged: {', '.join(found)})" if len(found) > 1 else ""
-        raise UserError(f"{folder / name}: {problem}{more}; {_REMEDY}")
+        raise UserError(f"{folder / name}: {problem}{more}; {REMEDY}")
 
 
 def changed_setting(manifest: dict, config: Config) -> str | None:

@@ -62,9 +62,9 @@ class TokenFiles:
             raise UserError(f"{where}: token files made with other settings ({what}); {remedy}")
         tokenizer, *datasets = _opened(config, folder, manifest, [*dict.fromkeys(streams(config.data)), "validation"])
         *train, validation = datasets
-        fingerprint, weights = manifest["content"], [source.weight for source in config.data.sources]
+        fingerprint = manifest["content"]
         if len(train) > 1:
-            fingerprint = hashlib.sha256(json.dumps([fingerprint, weights]).encode()).hexdigest()
+            fingerprint = hashlib.sha256(json.dumps([fingerprint, config.data.weights]).encode()).hexdigest()
         return cls(tuple(train), validation, tokenizer, manifest, fingerprint)
 
     @classmethod

@@ -79,7 +79,7 @@ class Job:
     data: DataConfig
     tokenizer: Path
     folder: Path
-    threads: int
+    threads: int = 1
     """Threads of the tokenizer library in each process."""
 
 
@@ -111,7 +111,7 @@ def write_parts(job: Job, parts: dict[int, Part], workers: int) -> None:
     """
     todo = {index: part for index, part in parts.items() if read_summary(job.folder, index) is None}
     processes = max(1, min(workers, len(todo)))
-    job = Job(job.data, job.tokenizer, job.folder, max(1, workers // processes))
+    job = replace(job, threads=max(1, workers // processes))
     with _Progress(job.folder, parts, todo) as progress:
         if processes == 1:
             for index, part in todo.items():

@@ -126,35 +126,8 @@ def prepare(config: Config, force: bool = False, shard: tuple[int, int] | None =
             return unchanged
         fingerprint, text = _fingerprints(config, cached=True, settings=made)
     if old:
-        if old.get("fingerprint") != fingerprint and _only_touched(old, config, text):
-            old["fingerprint"] = fingerprint
-            with contextlib.suppress(OSError):  # a read-only folder: the next call compares again
-                write_atomically(folder / MANIFEST, lambda path: write_json(path, seal(old)))
-        same, other_names = old.get("fingerprint") == fingerprint, None
-        if same:
-            refuse_damage(folder, damage(folder, old, read=False))
-            other_names = _other_names(config.data, saved_tokenizer(folder))
-        if same and not other_names:
-            _check_lossy(old, config)
-            _check_rejected(old, config, folder)
-            print(f"{one_line(str(folder))}: token files are up to date, nothing to do", file=sys.stderr)
-            with contextlib.suppress(UserError), _locked(folder, exclusive=True):  # others may be at work, with --force
-                shutil.rmtree(folder / _BUILD, ignore_errors=True)  # left by a process that was killed at its very end
-            _warn_of_short_streams(config)
-            return old
-        what = changed_setting(old, config)
-        if what is None and old["format"] != FORMAT:
-            what = f"file format {old['format']}, this version writes {FORMAT}"
-        elif what is None and other_names:
-            what = f"data.tokenizer.path: {other_names}"
-        elif what is None:
-            given = config.data.tokenizer
-            kept = not given.path or load_tokenizer(given.path, given.eos_token).sha256 == old["tokenizer_sha256"]
-            what = f"the {'text of data.sources' if kept else 'tokenizer in data.tokenizer.path'} has changed"
-        raise UserError(
-            f"data.dir={config.data.dir}: holds token files made with other settings ({what}); "
-            "choose another data.dir, or replace them with: titans prepare CONFIG --force"
-        )
+        _check_up_to_date(old, config, fingerprint, text)
+        return old
     if config.data.bad_input == "refuse":  # now, not after hours of work on earlier input
         for rejected in (one for source in config.data.every_source for one in sources.obstacles(source)):
             sources.refuse(rejected)
@@ -175,11 +148,8 @@ def prepare(config: Config, force: bool = False, shard: tuple[int, int] | None =
                 if shard is None:  # else other processes may be at work there
                     _keep_finished(build)
     except OSError as error:
-        reason = (
-            "disk full; free space"
-            if error.errno in (errno.ENOSPC, errno.EDQUOT)
-            else (f"{error.strerror or error}; make the folder writable")
-        )
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        reason = "disk full; free space" if full else f"{error.strerror or error}; make the folder writable"
         raise UserError(
             f"data.dir={config.data.dir}: cannot write token files: {reason}, or choose another data.dir"
         ) from error
@@ -191,6 +161,43 @@ def prepare(config: Config, force: bool = False, shard: tuple[int, int] | None =
         print(summary(manifest, folder, time.perf_counter() - began), file=sys.stderr)
         _warn_of_short_streams(config)
     return manifest
+
+
+def _check_up_to_date(old: dict, config: Config, fingerprint: str, text: str) -> None:
+    """Checks that the token files of the manifest ``old`` are the result of these settings and sources, and tells so.
+
+    Raises:
+        UserError: they are not, or they are damaged.
+    """
+    folder, other_names = Path(config.data.dir), ""
+    if old.get("fingerprint") != fingerprint and _only_touched(old, config, text):
+        old["fingerprint"] = fingerprint
+        with contextlib.suppress(OSError):  # a read-only folder: the next call compares again
+            write_atomically(folder / MANIFEST, lambda path: write_json(path, seal(old)))
+    if old.get("fingerprint") == fingerprint:
+        refuse_damage(folder, damage(folder, old, read=False))
+        other_names = _other_names(config.data, saved_tokenizer(folder))
+        if not other_names:
+            _check_lossy(old, config)
+            _check_rejected(old, config, folder)
+            print(f"{one_line(str(folder))}: token files are up to date, nothing to do", file=sys.stderr)
+            with contextlib.suppress(UserError), _locked(folder, exclusive=True):  # others may be at work, with --force
+                shutil.rmtree(folder / _BUILD, ignore_errors=True)  # left by a process that was killed at its very end
+            _warn_of_short_streams(config)
+            return
+    what = changed_setting(old, config)
+    if what is None and old["format"] != FORMAT:
+        what = f"file format {old['format']}, this version writes {FORMAT}"
+    elif what is None and other_names:
+        what = f"data.tokenizer.path: {other_names}"
+    elif what is None:
+        given = config.data.tokenizer
+        kept = not given.path or load_tokenizer(given.path, given.eos_token).sha256 == old["tokenizer_sha256"]
+        what = f"the {'text of data.sources' if kept else 'tokenizer in data.tokenizer.path'} has changed"
+    raise UserError(
+        f"data.dir={config.data.dir}: holds token files made with other settings ({what}); "
+        "choose another data.dir, or replace them with: titans prepare CONFIG --force"
+    )
 
 
 def summary(manifest: dict, folder: Path, seconds: float) -> str:
@@ -345,7 +352,7 @@ def _build(config: Config, build: Path, fingerprints: dict, shard: tuple[int, in
     data = config.data
     tokenizer = _tokenizer(config, build)
     parts = sources.parts(data.every_source)
-    job = Job(data, tokenizer.path, build, threads=1)
+    job = Job(data, tokenizer.path, build)
     own = range(len(parts)) if shard is None else range(shard[0], len(parts), shard[1])
     if data.bad_input == "refuse":  # parts may have been written before, with skip
         for summary in filter(None, (read_summary(build, index) for index in own)):

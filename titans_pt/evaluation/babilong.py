@@ -12,14 +12,13 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from random import Random
 
-from titans_pt.config import BabilongConfig, Config, SourceConfig
+from titans_pt.config import BabilongConfig, SourceConfig
 from titans_pt.data_pipeline.sources import Document, documents
 from titans_pt.data_pipeline.tokenizers import ids_after
 from titans_pt.errors import UserError
 from titans_pt.evaluation.haystack import Haystack, Part, context, fill
 from titans_pt.evaluation.long_context import LongContext, Sample
 from titans_pt.evaluation.sentences import sentences
-from titans_pt.runs.loaded import LoadedRun
 from titans_pt.tasks import babi
 from titans_pt.tools.records import digest
 
@@ -172,10 +171,6 @@ class Babilong(LongContext):
 
     name = "babilong"
     settings: BabilongConfig
-
-    def __init__(self, run: LoadedRun, config: Config):
-        self.tokenizer = run.tokenizer
-        super().__init__(run, config)
 
     @functools.cached_property
     def haystack(self) -> Haystack:

@@ -91,11 +91,11 @@ def read_prompt(
     last: int | None = None,
 ) -> tuple[Tensor, Any]:  # fmt: skip
     """Run :func:`titans_pt.streaming.prefill`; only the ``last`` ids read caches, all of them if None."""
-    alone = 0 if last is None else max(ids.shape[1] - last, 0)
-    first, then = (None, None) if reset is None else (reset[:, :alone], reset[:, alone:])
-    if alone:
+    split = 0 if last is None else max(ids.shape[1] - last, 0)
+    before, after = (None, None) if reset is None else (reset[:, :split], reset[:, split:])
+    if split:
         with unread(model):
-            logits, state = prefill(model, ids[:, :alone], chunk_tokens, state, first)
-    if alone < ids.shape[1]:
-        logits, state = prefill(model, ids[:, alone:], chunk_tokens, state, then)
+            logits, state = prefill(model, ids[:, :split], chunk_tokens, state, before)
+    if split < ids.shape[1]:
+        logits, state = prefill(model, ids[:, split:], chunk_tokens, state, after)
     return logits, state

@@ -309,10 +309,6 @@ def _seeded():
         np.random.set_state(before[1])
 
 
-def _rolls(requests: list) -> bool:
-    return any(request.request_type == "loglikelihood_rolling" for request in requests)
-
-
 class Commonsense:
     """One record per document of a task, with the answers to all its requests, such as the choices of one question.
 
@@ -324,7 +320,8 @@ class Commonsense:
 
     def __init__(self, run: LoadedRun, config: Config):
         self.loaded, self.settings = run, config.evaluation.commonsense
-        self.lm = TitansLM(run, None, config.evaluation.prefill_tokens, self.settings.max_length)
+        chunk, longest = config.evaluation.prefill_tokens, self.settings.max_length
+        self.lm = TitansLM(run, prefill_tokens=chunk, max_length=longest)
         # lm-eval logs each of its steps as a warning.
         logging.getLogger("lm_eval").setLevel(logging.ERROR)
         asking = _Answered({})
@@ -333,18 +330,13 @@ class Commonsense:
         for request in asking.open:
             documents.setdefault((request.task_name, request.doc_id), []).append(request)
         self.jobs = list(documents.items())
-        self.keys = [
-            digest(
-                self.name,
-                task,
-                _keys(requests),
-                run.tokenizer.sha256,
-                run.identity,
-                *run.tokenizer.begin,
-                *(["max_length", self.lm.max_length] if _rolls(requests) else []),
-            )
-            for (task, _), requests in self.jobs
-        ]
+        self.keys = [self._key(task, requests) for (task, _), requests in self.jobs]
+
+    def _key(self, task: str, requests: list) -> str:
+        tokenizer, rolls = self.loaded.tokenizer, any(r.request_type == "loglikelihood_rolling" for r in requests)
+        length = ["max_length", self.lm.max_length] if rolls else []
+        identity = tokenizer.sha256, self.loaded.identity, *tokenizer.begin
+        return digest(self.name, task, _keys(requests), *identity, *length)
 
     def _score(self, lm: LM) -> dict:
         s = self.settings

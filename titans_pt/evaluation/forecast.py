@@ -13,6 +13,7 @@ from titans_pt.forecasting.datasets import season
 from titans_pt.forecasting.protocol import errors, last_value, ridge, seasonal
 from titans_pt.forecasting.published import MODELS, TABLE3
 from titans_pt.runs.loaded import LoadedRun
+from titans_pt.streaming import device_of
 from titans_pt.tasks.forecast import Forecast, fingerprint, forecast_with
 from titans_pt.tools.plots import new_figure, own_style, save_figure
 from titans_pt.tools.records import digest
@@ -84,7 +85,7 @@ class Forecasts:
         first = self.parts.test.start + length  # the first lookback of test rows alone ends here
         phases = self.phases
         model, state = self.loaded.model, None
-        device = next(model.parameters()).device
+        device = device_of(model)
         found: dict[str, list[np.ndarray]] = {"carried": [], "fresh": []}
         for start in self._lookbacks():
             x = np.stack([rows[start + p : start + p + length].T for p in phases])

@@ -7,6 +7,7 @@ checks this, and tokenises whole texts otherwise.
 """
 
 import hashlib
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -227,21 +228,21 @@ def fill(
     arrange: Callable[[int], list[Part]],
     budget: int,
     setting: str,
-    most: int | None = None,
+    most: float = math.inf,
 ) -> Filled:
     """Build the prompt with the most units of haystack in at most ``budget`` tokens.
 
     Args:
         arrange: number of units -> the prompt's parts; a pure function.
         setting: the setting to raise if nothing fits, for the message.
-        most: number of units in a haystack that must not repeat.
+        most: number of units in a haystack that must not repeat; infinite for one that may.
 
     Raises:
         TooShort: not even a prompt without a haystack fits.
     """
     pieces, whole = _Pieces(tokenizer, haystack), _Whole(tokenizer, haystack)
     # The short prompts have every case of a longer one: a cut sentence, a needle at either end.
-    short = [arrange(n) for n in CHECKED_UNITS if most is None or n <= most]
+    short = [arrange(n) for n in CHECKED_UNITS if n <= most]
     exact = haystack.exact and all(torch.equal(pieces.ids(parts), whole.ids(parts)) for parts in short)
 
     def length(units: int) -> int:
@@ -254,9 +255,9 @@ def fill(
             f"haystack has {least}: use at least {least - budget} more", least - budget
         )  # fmt: skip
     low, high = 0, 1
-    while (most is None or high <= most) and length(high) <= budget:
+    while high <= most and length(high) <= budget:
         low, high = high, 2 * high
-    high = high if most is None else min(high, most + 1)
+    high = int(min(high, most + 1))
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if length(middle) <= budget else (low, middle)

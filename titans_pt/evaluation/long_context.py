@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -56,8 +56,7 @@ def answer_nll(model: nn.Module, last_logits: Tensor, state: Any, answer_ids: li
     return float(F.cross_entropy(logits.float(), torch.tensor(answer_ids, device=logits.device)))
 
 
-@dataclass(frozen=True)
-class PromptReading:
+class PromptReading(NamedTuple):
     """The result of reading prompts: the last logits (B, V), the state after them, and speed and memory."""
 
     logits: Tensor
@@ -95,16 +94,15 @@ def read(
         except UserError as error:  # our own file, and all that is lost is time
             log.warning("%s; the prompt is read again from its first token", str(error).rpartition(";")[0] or error)
     done = stretches[-1]["tokens"] if stretches else 0
-    for start in range(done, ids.shape[1], save_every):
-        part = ids[:, start : start + save_every]
-        began = _now(device)
-        reading = None if last is None else max(last - (ids.shape[1] - start - part.shape[1]), 0)
-        logits, state = read_prompt(model, part, chunk_tokens, state, last=reading)
-        rate = part.shape[1] / (_now(device) - began)
-        tokens = start + part.shape[1]
-        stretches.append({"tokens": tokens, "tokens_per_s": rate, "peak_memory": _peak_memory(device)})
+    end = ids.shape[1]
+    for start in range(done, end, save_every):
+        stop, began = min(start + save_every, end), _now(device)
+        reading = None if last is None else max(last - (end - stop), 0)
+        logits, state = read_prompt(model, ids[:, start:stop], chunk_tokens, state, last=reading)
+        rate = (stop - start) / (_now(device) - began)
+        stretches.append({"tokens": stop, "tokens_per_s": rate, "peak_memory": _peak_memory(device)})
         show(stretches[-1])
-        if tokens < ids.shape[1]:
+        if stop < end:
             save_state(state, path, {"kind": "reading", "stretches": json.dumps(stretches)})
     path.unlink(missing_ok=True)
     return PromptReading(logits, state, stretches)
@@ -118,12 +116,12 @@ class LongContext(ABC):
     settings: NeedleConfig | BabilongConfig
 
     def __init__(self, run: LoadedRun, config: Config):
-        self.loaded, self.settings = run, getattr(config.evaluation, self.name)
+        self.loaded, self.tokenizer, self.settings = run, run.tokenizer, getattr(config.evaluation, self.name)
         self.prefill_tokens, self.save_every = config.evaluation.prefill_tokens, config.evaluation.save_every
         tasks: list[str] = list(self.settings.tasks)
         self.jobs = sorted(self._jobs(), key=lambda job: (job[1], tasks.index(job[0])))
         # Earlier versions left out a tokenizer's begin tokens: with begin tokens, their records are of other prompts.
-        self.keys = [digest(self.identity(*job), run.identity, *run.tokenizer.begin) for job in self.jobs]
+        self.keys = [digest(self.identity(*job), run.identity, *self.tokenizer.begin) for job in self.jobs]
         self._check_samples()
 
     def _check_samples(self):
@@ -178,16 +176,17 @@ class LongContext(ABC):
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         kept = run.results.reading(self.keys[index])
-        reading = read(run.model, sample.ids[None], self.prefill_tokens, self.save_every, kept, last=run.read_last)
-        logits, state, stretches = reading.logits, reading.state, reading.stretches
+        logits, state, stretches = read(
+            run.model, sample.ids[None], self.prefill_tokens, self.save_every, kept, last=run.read_last
+        )
         nll = chance = None
         if sample.answer_ids is not None:
             nll = answer_nll(run.model, logits, state, sample.answer_ids)
             chance = sample.chance_nats / len(sample.answer_ids)
         size, between = state_bytes(state), _now(device)
-        answer = list(greedy(run.model, logits, state, new, {run.tokenizer.eos_id}))
+        answer = list(greedy(run.model, logits, state, new, {self.tokenizer.eos_id}))
         wrote = _now(device)
-        prediction = run.tokenizer.decode(answer)
+        prediction = self.tokenizer.decode(answer)
         return {
             "task": task,
             "length": length,

@@ -54,8 +54,8 @@ class NeedleAnswers:
                 rate = rows * stretch["tokens_per_s"]
                 print(f"needles: {stretch['tokens']:,} of {asked.length:,} tokens, {rate:,.0f} tokens/s", flush=True)
 
-        reading = read(run.model, ids[:, :end], self.prefill_tokens, self.save_every, kept, show, run.read_last)
-        right = answered(run.model, ids[:, end:].to(device), places.to(device) - end, reading.state)
+        _, state, _ = read(run.model, ids[:, :end], self.prefill_tokens, self.save_every, kept, show, run.read_last)
+        right = answered(run.model, ids[:, end:].to(device), places.to(device) - end, state)
         return {
             "length": asked.length, "needles": asked.needles, "noise": self.settings.noise, "first": first,
             "right": right.sum(1).tolist(), "seconds": (time.perf_counter() - began) / rows,

@@ -9,6 +9,7 @@ Language Models?", 2024, with keys from the wonderwords package as in RULER. The
 - The needles' places may be set (evaluation.needle.depths) for accuracy by depth. Null draws them as RULER does.
 """
 
+import math
 import re
 from pathlib import Path
 from random import Random
@@ -84,7 +85,6 @@ class RulerNeedles(LongContext):
     settings: NeedleConfig
 
     def __init__(self, run: LoadedRun, config: Config):
-        self.tokenizer = run.tokenizer
         self.haystacks: dict[str, Haystack] = {}
         super().__init__(run, config)
 
@@ -116,7 +116,7 @@ class RulerNeedles(LongContext):
             UserError: not even a prompt without a haystack fits.
         """
         kind, random = TASKS[task], Random(int(self.identity(task, length, depth, index), 16))
-        drawn, budget, most = draw_sample(kind, depth, random), length - self.settings.max_new_tokens, None
+        drawn, budget, most = draw_sample(kind, depth, random), length - self.settings.max_new_tokens, math.inf
         if kind.haystack == "needles":
             haystack = _other_needles(self.tokenizer, kind, drawn, budget, random)
             most = len(haystack.units)

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from titans_pt.config import Config
 from titans_pt.errors import UserError
 from titans_pt.evaluation.caching import check_without_prompts, with_caches
 from titans_pt.runs.folder import RunFolder
@@ -90,11 +89,10 @@ def evaluate(
     run = with_caches(run)
     if device != "cpu":
         backbone_of(run.model).set_compiled(True)
-    config, task = run.config, run.task
-    if suite is not None and suite not in task.suites:
-        raise UserError(f"--suite: given {suite!r}; allowed: {', '.join(task.suites) or 'none'}")
+    if suite is not None and suite not in run.task.suites:
+        raise UserError(f"--suite: given {suite!r}; allowed: {', '.join(run.task.suites) or 'none'}")
     folder = run.results.evaluation / f"step-{run.step:08d}"
-    evaluations = [_opened(task, name, run, config) for name in ([suite] if suite else task.usual)]
+    evaluations = [_opened(name, run) for name in ([suite] if suite else run.task.usual)]
     for evaluation in evaluations:
         _work(evaluation, run, folder, rank, world, at)
 
@@ -103,10 +101,10 @@ def evaluate(
     if missing:
         print(f"rank {rank} of {world} is done, {missing} samples are left to other ranks: {folder}", flush=True)
         return None
-    return _summarise(run, config, folder, evaluations, found, send)
+    return _summarise(run, folder, evaluations, found, send)
 
 
-def check(task: Task, config: Config):
+def check(task: Task):
     """Build the suites of a training's evaluations (evaluation.every) before the training begins.
 
     Args:
@@ -117,17 +115,18 @@ def check(task: Task, config: Config):
     """
     with torch.device("meta"):
         model = task.build_model()
+    config = task.config
     run = with_caches(LoadedRun(RunFolder(config.run.dir), config, model, task, 0, "", config.train.precision))
     for suite in config.evaluation.suites:
-        _opened(task, suite, run, config)
+        _opened(suite, run)
 
 
-def _opened(task: Task, suite: str, run: LoadedRun, config: Config) -> Any:
-    module, _, name = task.suites[suite].partition(":")
+def _opened(suite: str, run: LoadedRun) -> Any:
+    module, _, name = run.task.suites[suite].partition(":")
     kind = getattr(importlib.import_module(module), name)
     if not getattr(kind, "has_prompts", False):
-        check_without_prompts(config, f"the suite {suite}")
-    return kind(run, config)
+        check_without_prompts(run.config, f"the suite {suite}")
+    return kind(run, run.config)
 
 
 def _parts(folder: Path, name: str) -> list[Path]:
@@ -155,7 +154,7 @@ def _origin(run: LoadedRun) -> dict:
 
 
 def _summarise(
-    run: LoadedRun, config: Config, folder: Path, evaluations: list[Any], found: list[dict[str, dict]],
+    run: LoadedRun, folder: Path, evaluations: list[Any], found: list[dict[str, dict]],
     send: Callable[[str, str, Path], None] | None,
 ) -> dict:  # fmt: skip
     path = folder / "summary.json"
@@ -164,7 +163,7 @@ def _summarise(
     files, title = [path], f"{run.folder.path.resolve().name}, step {run.step}"
     for evaluation, records in zip(evaluations, found, strict=True):
         summary = evaluation.summary([records[key] for key in evaluation.keys])
-        settings = getattr(config.evaluation, evaluation.name, None)  # a task's own suite may have none
+        settings = getattr(run.config.evaluation, evaluation.name, None)  # a task's own suite may have none
         shown = {} if settings is None else {"settings": settings.model_dump(mode="json")}
         whole[evaluation.name] = shown | summary
         lines += ["", evaluation.table(summary)]
@@ -172,12 +171,12 @@ def _summarise(
     write_text(path, json.dumps(seal(whole), indent=2) + "\n")
     lines += ["", "files:", *(f"  {file}" for file in files)]
     print("\n".join(lines), flush=True)
-    if config.wandb.evaluation:
+    if run.config.wandb.evaluation:
         results = "evaluation", "evaluation", folder
         if send is not None:
             send(*results)
         else:
-            wandb = WandbLog(config, run.results, None)
+            wandb = WandbLog(run.config, run.results, None)
             wandb.send(*results)
             wandb.close()
     return whole

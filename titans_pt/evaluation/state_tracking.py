@@ -1,5 +1,6 @@
 """Suite state_tracking: accuracy by length and by position, in streams of any length, read in constant memory."""
 
+import logging
 from collections import defaultdict
 from dataclasses import asdict
 from pathlib import Path
@@ -9,7 +10,6 @@ import torch
 
 from titans_pt.config import Config
 from titans_pt.errors import UserError
-from titans_pt.evaluation.long_context import log
 from titans_pt.runs.loaded import LoadedRun
 from titans_pt.runs.states import load_state, read_about, save_state
 from titans_pt.streaming import device_of
@@ -18,6 +18,8 @@ from titans_pt.tasks.state_tracking import NOTHING, States, StateTracking
 from titans_pt.tools.plots import plot_accuracy
 from titans_pt.tools.records import digest
 from titans_pt.tools.statistics import doubling, proportion
+
+log = logging.getLogger(__name__)
 
 ROWS = 32
 """Samples read at once."""

@@ -58,18 +58,17 @@ class Interval:
     place: str
 
 
-def read_set(folder: Path, reference: Path | None, setting: str = "classify_dna") -> LabelledSet:
+def read_set(folder: Path, reference: Path | None) -> LabelledSet:
     """Read the set in a folder.
 
     Args:
         reference: FASTA of the genome (a file or a folder of chromosomes) that intervals are cut from.
-        setting: section of the settings path and reference, for messages.
 
     Raises:
         UserError: a file is missing, has another layout, or holds content that cannot be used.
     """
     letters: dict[str, int] = {}
-    given = f"{setting}.path: given {folder}"
+    given = f"classify_dna.path: given {folder}"
     if not folder.is_dir():
         raise UserError(f"{given}; no such folder; name one with {_LAYOUTS}")
     found = {split: _split(folder, split, given, letters) for split in SPLITS}
@@ -78,9 +77,9 @@ def read_set(folder: Path, reference: Path | None, setting: str = "classify_dna"
     cut: dict[Interval, bytes] = {}
     if wanted:
         if reference is None:
-            raise UserError(f"{setting}.reference: given none, and {folder} has intervals; set it to the FASTA file of "
-                            "the genome that they are of (GenomicsBenchmarks' human sets: GRCh38)")  # fmt: skip
-        cut = cut_intervals(wanted, reference, setting)
+            raise UserError(f"classify_dna.reference: given none, and {folder} has intervals; set it to the FASTA file "
+                            "of the genome that they are of (GenomicsBenchmarks' human sets: GRCh38)")  # fmt: skip
+        cut = cut_intervals(wanted, reference)
     if found["train"].keys() != found["test"].keys():
         raise UserError(f"{given}; train has the classes {', '.join(sorted(found['train']))}, test has "
                         f"{', '.join(sorted(found['test']))}; make them alike")  # fmt: skip
@@ -231,7 +230,7 @@ def _reference_files(reference: Path) -> list[Path]:
     return [reference] if reference.is_file() else []
 
 
-def cut_intervals(wanted: Iterable[Interval], reference: Path, setting: str) -> dict[Interval, bytes]:
+def cut_intervals(wanted: Iterable[Interval], reference: Path) -> dict[Interval, bytes]:
     """Cut the sequence of each interval from the reference; strand - gives the reverse complement.
 
     Chromosomes are read one at a time, and may be named with or without "chr".
@@ -244,18 +243,18 @@ def cut_intervals(wanted: Iterable[Interval], reference: Path, setting: str) -> 
         by_region.setdefault(_plain(interval.region), []).append(interval)
     files = _reference_files(reference)
     if not files:
-        raise UserError(f"{setting}.reference: given {reference}; no such file, or no {ALLOWED} in it")
+        raise UserError(f"classify_dna.reference: given {reference}; no such file, or no {ALLOWED} in it")
     cut: dict[Interval, bytes] = {}
     for record in (record for file in files for record in records(file)):
         if isinstance(record, Unusable):
-            raise UserError(f"{setting}.reference: {record.where}: {record.reason}; {record.remedy}")
+            raise UserError(f"classify_dna.reference: {record.where}: {record.reason}; {record.remedy}")
         for interval in by_region.pop(_plain(record.name), ()):
             cut[interval] = _cut(interval, record)
     if by_region:
         first = next(iter(by_region.values()))[0]
         names = ", ".join(sorted({interval.region for rest in by_region.values() for interval in rest})[:6])
-        raise UserError(f"{setting}.reference: {reference} lacks {names}, which {first.place} and others are of; name "
-                        "the genome that the intervals are of")  # fmt: skip
+        raise UserError(f"classify_dna.reference: {reference} lacks {names}, which {first.place} and others are of; "
+                        "name the genome that the intervals are of")  # fmt: skip
     return cut
 
 

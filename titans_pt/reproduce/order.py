@@ -85,10 +85,10 @@ def runs_of(study: Study, order: Order) -> list[Run]:
     choices = {model: _choice(study, model, order) for model in {row.model for row in study.rows}}
     measures: dict[str, tuple[Measure, ...]] = {}
     for row, seed in sorted(planned, key=lambda item: item[1]):  # stable: the study's order within a seed
-        config = _config(study, row, seed, order, order.tokens, run_name(row, seed), ())
+        name = run_name(row, seed)
+        config = _config(study, row, seed, order, name)
         before = [run for run in runs if run.name == _before(study, row, order)]
         taken = measures[row.key] = measures.get(row.key) or _measures(study, config)  # the same for all seeds
-        name = run_name(row, seed)
         runs.append(Run(name, row.model, row.variant, config, taken, choices[row.model], tuple(before)))
     return runs
 
@@ -125,7 +125,7 @@ def _choice(study: Study, model: str, order: Order) -> Choice | None:
     row = Row(model)
     seed = seeds_of(study, row, order)[0]
     name = run_name(row, seed)
-    first = Run(name, model, "", _config(study, row, seed, order, order.tokens, name, ()))
+    first = Run(name, model, "", _config(study, row, seed, order, name))
     plain = (first.config.train.lr,)
     if study.probe_share == 1:
         probe = cache(lambda rate: first.at(rate, named=rate not in plain))
@@ -181,7 +181,7 @@ def _without_storage(config: Config) -> nn.Module:
 
 def _timing(study: Study, row: Row, order: Order) -> Timing:
     name = f"speed-{row.key.replace('/', '-')}"
-    config = _config(study, row, 0, order, None, name, ())
+    config = _config(study, row, 0, replace(order, tokens=None), name)
     words = (*row.settings, *order.words)
     file = str(Path(study.config(row.model)).with_stem("{model}"))
     return Timing(name, row.model, row.variant, config, file=file, words=words,
@@ -191,24 +191,24 @@ def _timing(study: Study, row: Row, order: Order) -> Timing:
 def _probe(study: Study, model: str, rate: float, order: Order) -> Run:
     """Short run of the unchanged model at seed 0; the model's variants use the same rate."""
     name, row = f"{model}-lr{rate:g}", Row(model)
-    whole = _config(study, row, 0, order, order.tokens, name, ())
+    whole = _config(study, row, 0, order, name)
     tokens = whole.train.max_steps * whole.train.batch_tokens // study.probe_share
-    return Run(name, model, "", _config(study, row, 0, order, tokens, name, (f"train.lr={rate!r}",)))
+    short = replace(order, tokens=tokens, words=[*order.words, f"train.lr={rate!r}"])
+    return Run(name, model, "", _config(study, row, 0, short, name))
 
 
-def _config(
-    study: Study, row: Row, seed: int, order: Order, tokens: int | None, name: str, more: tuple[str, ...]
-) -> Config:
+def _config(study: Study, row: Row, seed: int, order: Order, name: str) -> Config:
+    """Settings of the run ``name``."""
     own = (f"run.dir={order.out / 'runs' / name}", f"run.seed={seed}")
     file = order.config or study.config(row.model)
     size = equal_size(file, row.model, order.words) if order.config else ()
     before = _before(study, row, order)
     start = (f"train.init_from={order.out / 'runs' / before}",) if before else ()
-    words = [*size, *row.settings, *start, *order.words, *more, *own]
+    words = [*size, *row.settings, *start, *order.words, *own]
     config = load_config(file, words)
-    if tokens is None:
+    if order.tokens is None:
         return config
-    steps = max(1, tokens // config.train.batch_tokens)
+    steps = max(1, order.tokens // config.train.batch_tokens)
     # A warm-up of more than a fifth of a short run would leave little of it.
     warmup = min(config.train.warmup_steps, steps // 5)
     return load_config(file, [*words, f"train.max_steps={steps}", f"train.warmup_steps={warmup}"])

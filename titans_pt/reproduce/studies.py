@@ -85,7 +85,7 @@ def _table1(size: str) -> Study:
     if size == "tiny":
         note = "The paper's figures are perplexities of WikiText, of models of 340M parameters: compare their order."
         return Study("table1", "Language models at equal parameters and tokens", size, rows, _text_columns(),
-                     _tiny("text", "long"), "340m", note,
+                     _measures(size, "text", "long"), "340m", note,
                      seeds=dict.fromkeys(MODELS, (0, 1)) | dict.fromkeys(LEADING, (0, 1, 2)))  # fmt: skip
     accuracies = {
         "piqa": "acc", "hellaswag": "acc_norm", "winogrande": "acc", "arc_easy": "acc", "arc_challenge": "acc_norm",
@@ -123,8 +123,9 @@ def _table5(size: str) -> Study:
     if size == "tiny":
         note = "The paper's figures are the means of WikiText's and LAMBADA's perplexities at 400M parameters."
         columns = (Column("perplexity", "text", measures.text_loss, "perplexities"), *_text_columns()[1:])
-        return Study("table5", "What each part of the memory gives", size, ABLATIONS, columns, _tiny("text", "long"),
-                     "400m", note, seeds={row.key: (0, 1, 2) for row in ABLATIONS})  # fmt: skip
+        return Study("table5", "What each part of the memory gives", size, ABLATIONS, columns,
+                     _measures(size, "text", "long"), "400m", note,
+                     seeds={row.key: (0, 1, 2) for row in ABLATIONS})  # fmt: skip
     columns = (
         Column("WikiText and LAMBADA ppl", "commonsense", measures.both_perplexities, "perplexities"),
         Column("reasoning", "commonsense", measures.average, "reasoning"),
@@ -205,8 +206,8 @@ def _ideas(size: str) -> Study:
     note = "Perplexity on text. The same models on needles, recall and state tracking: those studies."
     seeds: dict[str, tuple[int, ...]] = dict.fromkeys(("lmm", "mac"), (0, 1, 2))
     seeds |= dict.fromkeys(LEADING_IDEAS, (0, 1))
-    return Study("ideas", "What each later idea adds to Titans", size, rows, _text_columns(), _tiny("text", "long"),
-                 size, note, seeds=seeds)  # fmt: skip
+    return Study("ideas", "What each later idea adds to Titans", size, rows, _text_columns(),
+                 _measures(size, "text", "long"), size, note, seeds=seeds)  # fmt: skip
 
 
 def _scaling(size: str) -> Study:
@@ -226,7 +227,7 @@ def _scaling(size: str) -> Study:
     columns = (*_text_columns()[:2], Column("to 64K", "longer", measures.text_loss))
     note = "All rows of a model have its learning rate, chosen on a tenth of the tokens of its first row."
     return Study("scaling", "Does the order last: more tokens, larger models", size, rows, columns,
-                 (*_tiny("text", "long"), longer), size, note, seeds={row.key: (0, 1) for row in rows},
+                 (*_measures(size, "text", "long"), longer), size, note, seeds={row.key: (0, 1) for row in rows},
                  pictures=(pictures.training, partial(pictures.positions, measure="longer")))  # fmt: skip
 
 
@@ -237,8 +238,8 @@ def _filters(size: str) -> Study:
     )  # fmt: skip
     rows = tuple(row for model, variant in others for row in (Row(model), Row(model, variant)))
     note = "Titans' convolutions of values start as the identity, the others' at random: each with the other's start."
-    return Study("filters", "Start of the values' convolutions", size, rows, _text_columns(), _tiny("text", "long"),
-                 size, note)  # fmt: skip
+    return Study("filters", "Start of the values' convolutions", size, rows, _text_columns(),
+                 _measures(size, "text", "long"), size, note)  # fmt: skip
 
 
 def _optimizer(size: str) -> Study:
@@ -246,7 +247,7 @@ def _optimizer(size: str) -> Study:
     rows = tuple(Row(model, variant) for model in models for variant in ("", "by-muon"))
     note = "Each model by AdamW and by Muon, at the rate that AdamW's runs chose: Muon's steps have the same size."
     return Study("optimizer", "Does the order depend on the optimiser", size, rows, _text_columns(),
-                 _tiny("text", "long"), size, note)  # fmt: skip
+                 _measures(size, "text", "long"), size, note)  # fmt: skip
 
 
 def _states(size: str) -> Study:
@@ -262,7 +263,7 @@ def _states(size: str) -> Study:
     )  # fmt: skip
     note = "Variants have their model's learning rate, and in the MLP what their state leaves of the parameters."
     return Study("states", "Does the lead come from the size of the state", size, rows, _text_columns(),
-                 _tiny("text", "long"), size, note)  # fmt: skip
+                 _measures(size, "text", "long"), size, note)  # fmt: skip
 
 
 def _recall(size: str) -> Study:
@@ -308,10 +309,6 @@ def needles_in_noise(
 
 def _measures(size: str, *names: str) -> tuple[Measure, ...]:
     return tuple((TINY if size == "tiny" else SUITES)[name] for name in names)
-
-
-def _tiny(*names: str) -> tuple[Measure, ...]:
-    return _measures("tiny", *names)
 
 
 SMALL = ("ideas", "scaling", "filters", "optimizer", "states", "recall", "needles", "ruler", "statetracking")

@@ -14,13 +14,12 @@ Nothing here knows about ranks or DeepSpeed. docs/checkpoints.md describes the l
 
 import contextlib
 import errno
-import itertools
 import json
 import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -30,7 +29,7 @@ from torch import Tensor
 
 from titans_pt.errors import UserError
 from titans_pt.runs.shards import INDEX, ShardReader, Whole, join_shards
-from titans_pt.tools.files import flush_to_disk, naming, write_text
+from titans_pt.tools.files import flush_to_disk, naming, unused, write_text
 from titans_pt.tools.tensor_files import describe, open_tensors, save_tensors, sha256
 
 FORMAT, SHARDED = 1, 2
@@ -147,9 +146,8 @@ def save(
         save_tensors(optimizer, temporary / OPTIMIZER)
         files = {name: describe(temporary / name) for name in (MODEL, OPTIMIZER)}
         return _complete(temporary, final, files, state, known_as)
-    except BaseException:
+    finally:  # a complete one has been renamed
         shutil.rmtree(temporary, ignore_errors=True)
-        raise
 
 
 def unfinished(folder: Path, step: int) -> Path:
@@ -172,13 +170,10 @@ def join(
     """
     temporary = unfinished(folder, state.step)
     try:
-        if files := join_shards(temporary, count, tensors, stop):
-            return _complete(temporary, checkpoint_path(folder, state.step), files, state)
-    except BaseException:
+        files = join_shards(temporary, count, tensors, stop)
+        return _complete(temporary, checkpoint_path(folder, state.step), files, state) if files else None
+    finally:  # as in save
         shutil.rmtree(temporary, ignore_errors=True)
-        raise
-    shutil.rmtree(temporary, ignore_errors=True)
-    return None
 
 
 def _complete(temporary: Path, final: Path, files: dict[str, Any], state: TrainerState, known_as: str = "") -> Path:
@@ -196,7 +191,7 @@ def _complete(temporary: Path, final: Path, files: dict[str, Any], state: Traine
     replaced = os.path.lexists(final)
     if replaced:
         if os.path.lexists(hidden):
-            _delete(hidden)
+            _remove(hidden)
         os.replace(final, hidden)
     try:
         os.replace(temporary, final)
@@ -207,7 +202,7 @@ def _complete(temporary: Path, final: Path, files: dict[str, Any], state: Traine
     flush_to_disk(final.parent)
     if replaced:
         with contextlib.suppress(OSError):  # clean() tries again
-            _delete(hidden)
+            _remove(hidden)
     return final
 
 
@@ -418,7 +413,13 @@ def step_of(path: Path) -> int:
 def outdated(
     folder: Path, keep_last: int, keep_every: int | None = None, keep: Collection[Path] = (), newest: int | None = None
 ) -> list[Path]:
-    """The checkpoints that :func:`prune` deletes, oldest first. Incomplete ones do not count among the newest."""
+    """All checkpoints but the ``keep_last`` newest, those at multiples of ``keep_every`` steps, and ``keep``; oldest
+    first. Incomplete ones do not count among the newest.
+
+    Args:
+        newest: step of the newest complete checkpoint. Later ones, which a restarted run found damaged, do not count
+            among the newest and stay until the run replaces them. None: all are complete.
+    """
     found = [path for path in list_checkpoints(folder) if newest is None or step_of(path) <= newest]
     whole = [path for path in found if _is_whole(path)]
     old = found[: found.index(whole[-keep_last])] if len(whole) >= keep_last else []
@@ -432,30 +433,21 @@ def _is_whole(path: Path) -> bool:
         return False
 
 
-def prune(
-    folder: Path, keep_last: int, keep_every: int | None = None, keep: Collection[Path] = (), newest: int | None = None
-) -> list[Path]:
-    """Deletes all but the ``keep_last`` newest checkpoints, those at multiples of ``keep_every`` steps, and ``keep``.
+def delete(old: Iterable[Path]) -> list[Path]:
+    """Deletes checkpoints; returns those that are gone.
 
     If a checkpoint is a link, only the link is deleted: its target does not belong to the run. If a checkpoint cannot
     be deleted, a warning is logged, because the run matters more than the space.
-
-    Args:
-        newest: step of the newest complete checkpoint. Later ones, which a restarted run found damaged, do not count
-            among the newest and stay until the run replaces them. None: all are complete.
-
-    Returns:
-        The deleted checkpoints.
     """
     gone = []
-    for path in outdated(folder, keep_last, keep_every, keep, newest):
+    for path in old:
         # Rename first: an interrupted deletion then leaves no damaged checkpoint.
         hidden = path.with_name(f".{path.name}.old")
         try:
             if os.path.lexists(hidden):
-                _delete(hidden)
+                _remove(hidden)
             os.replace(path, hidden)
-            _delete(hidden)
+            _remove(hidden)
             gone.append(path)
         except OSError as error:
             rest = f"; what is left of it is {hidden}" if os.path.lexists(hidden) else ""
@@ -463,7 +455,7 @@ def prune(
     return gone
 
 
-def _delete(path: Path):
+def _remove(path: Path):
     """Deletes a folder with its content, or a file, or a link without its target."""
     if path.is_symlink() or not path.is_dir():
         path.unlink()
@@ -480,12 +472,8 @@ def set_aside(folder: Path, after: int) -> list[Path]:
     for path in list_checkpoints(folder):
         if step_of(path) <= after:
             continue
-        place = folder / "set-aside" / path.name
+        place = unused(folder / "set-aside" / path.name)
         place.parent.mkdir(exist_ok=True)
-        for n in itertools.count(2):
-            if not os.path.lexists(place):
-                break
-            place = place.with_name(f"{path.name}-{n}")
         target = path.parent / path.readlink() if path.is_symlink() else None
         os.replace(path, place)
         if target:  # a relative link would point elsewhere from the new folder
@@ -506,7 +494,7 @@ def clean(folder: Path):
             os.replace(path, own)
     for path in folder.glob(".step-*"):
         with contextlib.suppress(OSError):
-            _delete(path)
+            _remove(path)
 
 
 def _text(path: Path) -> str:

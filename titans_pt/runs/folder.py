@@ -116,11 +116,9 @@ class RunFolder:
         with self.lock():
             self.diverged.unlink(missing_ok=True)
             ours = logging.getLogger("titans_pt")
-            to_file, to_screen = (
-                _LogFile(self.log, encoding="utf-8", errors="backslashreplace"),
-                logging.StreamHandler(),
-            )
+            to_file = _LogFile(self.log, encoding="utf-8", errors="backslashreplace")
             to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+            to_screen = logging.StreamHandler()
             to_screen.setFormatter(logging.Formatter("titans: %(levelname)s: %(message)s"))
             to_screen.setLevel(logging.WARNING)
             before = ours.level

@@ -203,10 +203,8 @@ def _class(name: str, path: Path) -> type:
         module = f"{_PACKAGE}.{module}"
     found = None
     if _ours(module):
-        try:
+        with contextlib.suppress(ImportError):
             found = getattr(importlib.import_module(module), kind, None)
-        except ImportError:
-            found = None
     if not (isinstance(found, type) and is_dataclass(found)):
         raise UserError(f"{path}: holds a {name}, which this version does not have; write the state again with it")
     return found

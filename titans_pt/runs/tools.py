@@ -70,7 +70,7 @@ def prune_run(run: str, keep_last: int, keep_every: int | None):
         last = checkpoints.step_of(newest) if newest else None
         old = checkpoints.outdated(folder.checkpoints, keep_last, keep_every, keep, last)
         links = {path: path.readlink() for path in old if path.is_symlink()}
-        gone = checkpoints.prune(folder.checkpoints, keep_last, keep_every, keep, last)
+        gone = checkpoints.delete(old)
         for path in gone:
             print(f"{path}: deleted" + (f" (a link; {links[path]} stays)" if path in links else ""))
         if rest := len(old) - len(gone):

@@ -106,11 +106,10 @@ class Language(Task):
 
     def _sources(self, mixture: Mixture) -> dict[str, tuple[int, float]]:
         """Sources of a mixture, for TaskData: samples per epoch and share of each."""
-        sources = self.config.data.sources
-        weights = [source.weight or 0.0 for source in sources]  # all sources of a mixture have one
+        weights = self.config.data.weights
         return {
             f"data.sources[{i}] ({source.path or source.kind})": (len(mixture.streams[i]), weights[i] / sum(weights))
-            for i, source in enumerate(sources)
+            for i, source in enumerate(self.config.data.sources)
         }
 
     def cut(self, batch: tuple[Tensor, ...], part: int, parts: int) -> tuple[Tensor, ...]:

@@ -130,7 +130,7 @@ class SupervisedFineTuning(AnswersOnly, Language):
                             self.settings.too_long)
             for stream, answers in zip(streams, every, strict=True)
         ]  # fmt: skip
-        mixture = Mixture(train, [source.weight or 0.0 for source in data.sources]) if len(train) > 1 else None
+        mixture = Mixture(train, data.weights) if len(train) > 1 else None
         return TaskData(
             mixture or train[0], validation,
             {"tokenizer": files.tokenizer.sha256, "data": files.fingerprint,

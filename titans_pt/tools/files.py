@@ -4,6 +4,7 @@ import codecs
 import contextlib
 import errno
 import glob
+import itertools
 import os
 import re
 import shutil
@@ -56,6 +57,12 @@ def write_atomically(path: Path, write: Callable[[Path], Any], durable: bool = F
 def copy_file(source: Path, path: Path) -> None:
     """Copies a file by :func:`write_atomically`, without its permissions and times."""
     write_atomically(path, partial(shutil.copyfile, source))
+
+
+def unused(path: Path) -> Path:
+    """``path``, or the first of NAME-2, NAME-3, ... that does not exist yet."""
+    names = itertools.chain([path], (path.with_stem(f"{path.stem}-{n}") for n in itertools.count(2)))
+    return next(name for name in names if not os.path.lexists(name))
 
 
 def _remove_abandoned(path: Path):

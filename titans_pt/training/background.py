@@ -1,7 +1,29 @@
-"""Work on a separate thread, so that training need not wait for it."""
+"""Work on a separate thread, so that the caller need not wait for it, or not forever."""
 
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+def within(seconds: float, action: Callable[[], T]) -> T:
+    """Returns what ``action`` returns, or raises what it raises.
+
+    Raises:
+        TimeoutError: it takes more than ``seconds``; it then goes on in a thread that does not keep the process alive.
+    """
+    result: Future[T] = Future()
+
+    def run():
+        try:
+            result.set_result(action())
+        except Exception as error:
+            result.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return result.result(timeout=seconds)
 
 
 class BackgroundTask:

@@ -124,12 +124,13 @@ def sums_in_fp32(config: Config, accumulation: int) -> bool:
 
 def compiles(config: Config, device: torch.device) -> bool:
     """The value of train.compile; the default (None) is resolved."""
-    if config.train.compile is None:
-        parallel, whole = config.parallel, config.train.wavefront is None
-        if config.model.memory.write_cost:
-            return False  # hooks, which read the gates, do not fire inside a compiled block
-        return device.type == "cuda" and parallel.zero_stage < 3 and parallel.tensor == parallel.context == 1 and whole
-    return config.train.compile
+    if config.train.compile is not None:
+        return config.train.compile
+    if config.model.memory.write_cost:
+        return False  # hooks, which read the gates, do not fire inside a compiled block
+    parallel = config.parallel
+    whole = parallel.zero_stage < 3 and parallel.tensor == parallel.context == 1
+    return device.type == "cuda" and whole and config.train.wavefront is None
 
 
 class ModelParallelUnit:

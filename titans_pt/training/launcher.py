@@ -11,11 +11,9 @@ launch/torchrun.sh lists the environment variables that it reads. It differs fro
 
 import hashlib
 import os
-import queue
 import signal
 import socket
 import sys
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
@@ -26,7 +24,7 @@ if __name__ == "__main__":
     quiet_imports()  # before torch is imported
 
 import torch
-from torch.distributed import DistError, TCPStore, run
+from torch.distributed import TCPStore, run
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
@@ -36,6 +34,7 @@ from torch.distributed.launcher import api
 from titans_pt.errors import EXIT_USER, UserError
 from titans_pt.tools.processes import check_alone, number
 from titans_pt.tools.screen import say
+from titans_pt.training.background import within
 from titans_pt.training.signals import STOPS, hangs_up
 
 GRACE = 300
@@ -165,9 +164,13 @@ def check_master(environment: Mapping[str, str], program: Sequence[str]):
         return  # nothing listens there yet
     job, nodes = _job(environment, program), _number(environment, "NODES", 1)
     key, end = f"torch.rendezvous.{job}", time.monotonic() + MEETING
-    store = _store(host, port)
-    if store is None:
-        raise UserError(f"{name}={master}: another program listens on this port; choose a free port of {host}")
+    answer = timedelta(seconds=MEETING)
+    try:  # torch would wait forever for a program that says nothing
+        store = within(MEETING, lambda: TCPStore(host, port, is_master=False, timeout=answer))
+    except (RuntimeError, TimeoutError):
+        raise UserError(
+            f"{name}={master}: another program listens on this port; choose a free port of {host}"
+        ) from None
     if variable(environment, "JOB")[1]:
         return
     while not store.check([key]):  # the job's first node may have created the store but not yet entered its key
@@ -177,23 +180,6 @@ def check_master(environment: Mapping[str, str], program: Sequence[str]):
                 f"words: give each job on {host} a port of its own, and each of its {nodes} nodes the same words"
             )
         time.sleep(0.5)
-
-
-def _store(host: str, port: int) -> TCPStore | None:
-    """torch's store that listens on this port; None: another program listens there."""
-    found: queue.SimpleQueue[TCPStore | None] = queue.SimpleQueue()
-
-    def connect():
-        try:
-            found.put(TCPStore(host, port, is_master=False, timeout=timedelta(seconds=MEETING)))
-        except (DistError, RuntimeError):
-            found.put(None)
-
-    threading.Thread(target=connect, daemon=True).start()  # torch would wait forever for a program that says nothing
-    try:
-        return found.get(timeout=MEETING)
-    except queue.Empty:
-        return None
 
 
 def _job(environment: Mapping[str, str], program: Sequence[str]) -> str:

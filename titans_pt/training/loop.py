@@ -160,13 +160,12 @@ class Trainer:
         self.patience = Patience(train.patience, state.best)
         self.origin = start.weights.origin if start.weights else state.origin
         self.loss: float | None = None
-        self.validation_loss: float | None = None
         self.validation: dict[str, float] = {}
         self.validated_step: int | None = None
         self.evaluated_step: int | None = None
         self.last_step = train.stop_at or train.max_steps
         if config.evaluation.every:
-            ranks.on_first(lambda: runner.check(task, config))
+            ranks.on_first(lambda: runner.check(task))
         self._unlogged_tokens, self._unlogged_seconds = 0, 0.0
         self.gauges = Gauges(ranks)
 
@@ -203,7 +202,7 @@ class Trainer:
         self.wandb = WandbLog(self.config, self.folder, run_id, start.branch)
         if self.wandb.begins:  # send the records of earlier steps first
             for record in records:
-                self.wandb.write(record["step"], _numbers(record["kind"], record))
+                self.wandb.write(record["step"], _curves(record["kind"], record))
         self.tensorboard = TensorBoardLog(self.config.run.tensorboard, self.folder, self.step)
         if start.branch:  # last: if anything above fails, the run is unchanged
             set_aside(self.folder, self.step)
@@ -229,7 +228,7 @@ class Trainer:
             elif record["kind"] == "validation" and not (revalidate and record["step"] == self.step):
                 self._note_validation(record, record["step"])
                 if record["step"] == self.step and self._due:  # validated after this step's checkpoint, at a stop
-                    self.patience.note(self.step, _number(record["validation_loss"]))
+                    self.patience.note(self.step, _or_nan(record["validation_loss"]))
 
     # ---- the run
 
@@ -237,7 +236,7 @@ class Trainer:
         """Trains to the last step, or until a signal; returns the exit status."""
         train = self.config.train
         if self.step:  # a stop may have left these undone
-            if train.eval_every and self.step % train.eval_every == 0:
+            if self._due:
                 self._validate()
             self._evaluate()
         while self.step < self.last_step and not self._ended():
@@ -253,7 +252,7 @@ class Trainer:
                 self.saver.give_up()
             if self.step == self.last_step:
                 break
-            if train.eval_every and self.step % train.eval_every == 0:
+            if self._due:
                 self._validate()
             if self.step % train.checkpoint_every == 0 or self.saver.postponed or self._is_best():
                 self._save()
@@ -417,11 +416,11 @@ class Trainer:
         if self._due and not self.nonfinite_in_a_row:  # a non-finite step has no checkpoint that could be the best
             self.patience.note(self.step, figures["validation_loss"])
         self._log("validation", **figures)
-        log.info("step %d: validation loss %.4f", self.step, self.validation_loss)
+        log.info("step %d: validation loss %.4f", self.step, figures["validation_loss"])
 
     @property
     def _due(self) -> bool:
-        """Whether this step's validation may end the training.
+        """Whether a validation is due after this step, which may end the training.
 
         train.stop_at does not count: a run in two parts ends at the same step as an uninterrupted one.
         """
@@ -430,7 +429,6 @@ class Trainer:
 
     def _note_validation(self, figures: dict[str, float], step: int):
         self.validation, self.validated_step = figures, step
-        self.validation_loss = figures["validation_loss"]
 
     def _is_best(self) -> bool:
         """Whether this step's validation is the best so far; only with train.patience."""
@@ -490,18 +488,18 @@ class Trainer:
             return
         found: dict[str, Any] = {}
         for suite in settings.suites:
-            part = partial(runner.evaluate, self.folder.path, step=self.step, suite=suite, at=self.watch.at,
-                           send=self._send_results)  # fmt: skip
-            own = part()
-            self.watch.at(f"{suite} after step {self.step}, the samples of other ranks")
-            self.ranks.sum([0.0])
-
-            def result(own: Any = own, part: Any = part) -> Any:
-                return own or part()  # only the rank that ends last has a result
-
-            found |= self.ranks.on_first(result)
+            found |= self._evaluate_suite(suite)
         self.evaluated_step = self.step
         self._log("evaluation", **runner.figures(found))
+
+    def _evaluate_suite(self, suite: str) -> dict[str, Any]:
+        """Runs a suite, whose samples all ranks share; returns its summary on every rank."""
+        part: Any = partial(runner.evaluate, self.folder.path, step=self.step, suite=suite, at=self.watch.at,
+                            send=self._send_results)  # fmt: skip
+        own = part()
+        self.watch.at(f"{suite} after step {self.step}, the samples of other ranks")
+        self.ranks.sum([0.0])
+        return self.ranks.on_first(lambda: own or part())  # only the rank that ends last has a result
 
     def _send_results(self, name: str, kind: str, folder: Path):
         if self.wandb:  # on rank 0, which collects all results
@@ -557,10 +555,11 @@ class Trainer:
             return "-" if value is None else f"{value:.4f}"
 
         known = "" if baseline is None else f", {name} {number(baseline)}"
+        validation = number(self.validation.get("validation_loss"))
         self.progress.close()
         self._say(
             f"step {self.step} of {self.config.train.max_steps}: training loss {number(self.first_loss)} -> "
-            f"{number(self.loss)}, validation {number(self.validation_loss)}{known} ({self.task.unit}); "
+            f"{number(self.loss)}, validation {validation}{known} ({self.task.unit}); "
             f"{self.skipped} steps skipped"
         )
         if ended := self._ended():
@@ -576,7 +575,7 @@ class Trainer:
     def _log(self, kind: str, **values):
         if self.ranks.first:
             assert self.metrics and self.wandb and self.tensorboard
-            numbers = _numbers(kind, values)
+            numbers = _curves(kind, values)
             try:
                 self.metrics.write(kind, self.step, **values)
                 self.tensorboard.write(self.step, numbers)
@@ -602,13 +601,13 @@ class Trainer:
             self.tensorboard.close()
 
 
-def _numbers(kind: str, record: dict[str, Any]) -> dict[str, float]:
-    """Figures of a record by the names of their curves, kind/name."""
+def _curves(kind: str, record: dict[str, Any]) -> dict[str, float]:
+    """Figures of a record by curve, kind/name."""
     return {f"{kind}/{k}": v for k, v in record.items() if isinstance(v, (int, float)) and k != "step"}
 
 
-def _number(value: float | None) -> float:
-    """A figure of metrics.jsonl; null, which stands for a non-finite one, becomes NaN."""
+def _or_nan(value: float | None) -> float:
+    """A figure of metrics.jsonl, which has null for a non-finite one."""
     return math.nan if value is None else value
 
 

@@ -4,7 +4,7 @@ Several short methods use DeepSpeed's private names: _flats, _create_state and _
 torch's optimiser, and _own, _fragment and _put, which read and write a rank's part of it.
 """
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -54,21 +54,21 @@ class Masters:
         self.updates = 0
         self._moments = self._create_state()
 
-    def gather(self, take: Callable[[str, str, Tensor], None]):
-        """Calls ``take(kind, name, tensor)`` for every parameter with kind "weight" and each of the optimiser's state
-        ("exp_avg" and "exp_avg_sq" for AdamW).
+    def gather(self) -> Iterator[tuple[str, str, Tensor]]:
+        """Yields (kind, name, tensor) for every parameter: with kind "weight", and with each kind of the optimiser's
+        state ("exp_avg" and "exp_avg_sq" for AdamW).
 
-        Collective: all ranks call it. Each gets the whole fp32 tensor and should release it at once. Frozen
-        parameters have no moments, and only the first replica's ranks get these parameters.
+        Collective: all ranks go through it to the end. Each gets the whole fp32 tensor and should release it at once.
+        Frozen parameters have no moments, and only the first replica's ranks get these parameters.
         """
         from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
         for name, p in self._trainable:
-            take("weight", name, self._split.whole(name, safe_get_full_fp32_param(p)))
+            yield WEIGHT, name, self._split.whole(name, safe_get_full_fp32_param(p))
             for key in self._moments[name]:
-                take(key, name, self._split.whole(name, safe_get_full_optimizer_state(p, key)))
+                yield key, name, self._split.whole(name, safe_get_full_optimizer_state(p, key))
         for name, weight in self._frozen.items():
-            take("weight", name, self._split.whole(name, weight.to(self._device)))
+            yield WEIGHT, name, self._split.whole(name, weight.to(self._device))
 
     def cuts(self) -> dict[str, Whole]:
         """The shape of every whole parameter, and how tensor ranks cut it."""

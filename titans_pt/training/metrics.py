@@ -1,7 +1,6 @@
 """Reports of a run while it trains: metrics, one JSON object per line, and a progress bar."""
 
 import contextlib
-import itertools
 import json
 import logging
 import math
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from titans_pt.tools.files import copy_file, naming, write_text
+from titans_pt.tools.files import copy_file, naming, unused, write_text
 from titans_pt.tools.screen import drop
 from titans_pt.tools.sealed import seal, unseal
 
@@ -37,12 +36,12 @@ class MetricsLog:
         unreadable lines is copied likewise.
         """
         if branch and path.is_file():
-            copy = _free(path.with_name(f"{path.stem}.before-{resumed_step}{path.suffix}"))
+            copy = unused(path.with_name(f"{path.stem}.before-{resumed_step}{path.suffix}"))
             copy_file(path, copy)
             log.info("the curves so far are kept as %s", copy)
         records, damaged = _read(path)
         if damaged:
-            copy = _free(path.with_name(f"{path.stem}.damaged{path.suffix}"))
+            copy = unused(path.with_name(f"{path.stem}.damaged{path.suffix}"))
             copy_file(path, copy)
             log.warning("%s: line %s cannot be read and is missing from the curves (%d such lines); the file as it "
                         "was is kept as %s", path, damaged[0], len(damaged), copy)  # fmt: skip
@@ -92,12 +91,6 @@ def _line(record: dict[str, Any]) -> str:
     """One line of strict JSON, which has no NaN: non-finite numbers become null."""
     finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
     return json.dumps(seal(finite)) + "\n"
-
-
-def _free(path: Path) -> Path:
-    """``path``, or the first of NAME-2, NAME-3, ... that does not exist yet."""
-    names = itertools.chain([path], (path.with_stem(f"{path.stem}-{n}") for n in itertools.count(2)))
-    return next(name for name in names if not name.exists())
 
 
 class Progress:

@@ -44,14 +44,13 @@ HEADROOM = 0.9
 class TrainingPlan:
     """Grid, batch, memory and cost of a training run.
 
+    data: number of data ranks.
     bytes: peak memory of a rank, by kind.
     """
 
     config: Config
     parameters: int
     trained: int
-    tensor: int
-    context: int
     data: int
     micro_batch: int
     accumulation: int
@@ -66,13 +65,17 @@ class TrainingPlan:
     def total(self) -> int:
         return sum(self.bytes.values())
 
+    @property
+    def ranks(self) -> int:
+        return self.data * self.config.parallel.context * self.config.parallel.tensor
+
     def text(self) -> str:
         train, parallel = self.config.train, self.config.parallel
         kinds = ", ".join(f"{kind} {size / GIB:.2f}" for kind, size in self.bytes.items())
-        device = "GPU" if self.gpu else "CPU"
+        device, split = "GPU" if self.gpu else "CPU", ", sequence split" if parallel.sequence else ""
         return (
-            f"plan: {self.parameters:,} parameters{self._frozen()} on {self.tensor * self.context * self.data} ranks = "
-            f"{grid_text(self.data, self.context, self.tensor)}{', sequence split' if parallel.sequence else ''}, "
+            f"plan: {self.parameters:,} parameters{self._frozen()} on {self.ranks} ranks = "
+            f"{grid_text(self.data, parallel.context, parallel.tensor)}{split}, "
             f"ZeRO {parallel.zero_stage}, {train.precision}\n"
             f"plan: {train.batch_tokens:,} tokens per step = {self.data} data ranks x {self.accumulation} "
             f"micro-batches x {self.micro_batch} samples x {self.config.data.seq_len} tokens\n"
@@ -100,7 +103,7 @@ class TrainingPlan:
         model = self.config.model
         if self.config.train.precision != "bf16" or not any_memory(model.kinds):
             return ""
-        programs = self.micro_batch * self.sequences[0] * model.memory_heads // self.tensor
+        programs = self.micro_batch * self.sequences[0] * model.memory_heads // self.config.parallel.tensor
         busy = programs / (-(-programs // MULTIPROCESSORS) * MULTIPROCESSORS)
         if busy >= BUSY:
             return ""
@@ -135,13 +138,13 @@ class TrainingPlan:
             "train.activation_checkpointing=true",
             f"train.micro_batch={max(1, self.micro_batch // 2)}", "train.micro_batch=1",
             *(f"parallel.zero_stage={stage}" for stage in range(self.config.parallel.zero_stage + 1, 4)),
-            f"parallel.tensor={2 * self.tensor}",
+            f"parallel.tensor={2 * self.config.parallel.tensor}",
         ]  # fmt: skip
         lower: dict[str, int] = {}
         for word in dict.fromkeys(words):
             with contextlib.suppress(UserError):  # the setting conflicts with others
                 changed = task_of(validated(self.config.model_dump(mode="json"), [word]))
-                other = make_plan(changed, self.tensor * self.context * self.data, self.gpu).total
+                other = make_plan(changed, self.ranks, self.gpu).total
                 lower |= {word: other} if other < self.total else {}
         if fitting := [word for word, total in lower.items() if total <= limit]:
             return f"set {' or '.join(fitting)}, or use more ranks"
@@ -178,9 +181,7 @@ def make_plan(task: Task, ranks: int | None = None, gpu: bool | None = None) -> 
     gpu = torch.cuda.is_available() if gpu is None else gpu
     sizes = _model_bytes(config, *own, context * data, accumulation) | _activation_bytes(task, micro, gpu)
     sequences = task.sequences(1, config.data.seq_len)
-    return TrainingPlan(
-        config, parameters, learned, tensor, context, data, micro, accumulation, sizes, cost_of(task), sequences, gpu
-    )
+    return TrainingPlan(config, parameters, learned, data, micro, accumulation, sizes, cost_of(task), sequences, gpu)
 
 
 @dataclass(frozen=True)
@@ -190,7 +191,7 @@ class Cost:
     tokens: tokens (time steps) of all samples.
     flops: FLOPs as counted by titans_pt.layers.flops.
     disk: bytes of all kept checkpoints.
-    one: bytes of one checkpoint.
+    checkpoint: bytes of one.
     read: tokens that the blocks read.
     """
 
@@ -198,14 +199,14 @@ class Cost:
     tokens: int
     flops: float
     disk: int
-    one: int
+    checkpoint: int
     read: int
 
     def text(self) -> str:
         hours = ", ".join(f"{self.gpu_hours(mfu):,.3g} at {mfu:.0%} MFU" for mfu in (0.4, 0.1))
         return (
             f"{self.tokens:,} tokens in all, {self.flops:.3g} FLOPs: H100-hours {hours} (assumed, not measured); "
-            f"checkpoints {self.disk / GIB:.2f} GiB, and {self.one / GIB:.2f} more while the newest is written"
+            f"checkpoints {self.disk / GIB:.2f} GiB, and {self.checkpoint / GIB:.2f} more while the newest is written"
         )
 
     def gpu_hours(self, mfu: float) -> float:
@@ -226,11 +227,10 @@ def cost_of(task: Task) -> Cost:
     saved = -(-train.max_steps // train.checkpoint_every)
     saved += train.max_steps // train.eval_every if train.patience else 0  # each validation may be the best so far
     saved += train.max_steps // config.evaluation.every if config.evaluation.every else 0
-    checkpoints = min(kept, saved)
     flops = tokens * model.flops(config.data.seq_len).total
     rows, length = task.sequences(tokens // config.data.seq_len, config.data.seq_len)
-    one = FP32 * (parameters + _moments(task, model))
-    return Cost(parameters, tokens, flops, checkpoints * one, one, rows * length)
+    checkpoint = FP32 * (parameters + _moments(task, model))
+    return Cost(parameters, tokens, flops, min(kept, saved) * checkpoint, checkpoint, rows * length)
 
 
 def _steps_kept(config: Config) -> int:
@@ -302,28 +302,28 @@ def _model_bytes(
     }
 
 
-def _activation_bytes(task: Task, micro: int, gpu: bool) -> dict[str, int]:
-    """Bytes that a micro-batch keeps for the backward pass, measured on real blocks."""
+def _activation_bytes(task: Task, samples: int, gpu: bool) -> dict[str, int]:
+    """Bytes that a micro-batch of ``samples`` keeps for the backward pass, measured on real blocks."""
     config = task.config
-    m, tensor, steps, samples = config.model, config.parallel.tensor, config.data.seq_len, micro
-    steps //= config.parallel.context
-    micro, length = task.sequences(samples, steps)
+    m, tensor = config.model, config.parallel.tensor
+    steps = config.data.seq_len // config.parallel.context
+    rows, length = task.sequences(samples, steps)
     mixers = _mixers(config)
     found: dict[str, int] = {}
-    if gpu and config.train.precision == "bf16" and not any(m.unserved(torch.bfloat16) for m in mixers.values()):
-        kept, states = _kept(config, micro, length, "meta"), dict.fromkeys(mixers, 0)
+    bf16 = config.train.precision == "bf16"
+    if gpu and bf16 and not any(mixer.unserved(torch.bfloat16) for mixer in mixers.values()):
+        kept, states = _kept(config, rows, length, "meta"), dict.fromkeys(mixers, 0)
         if scratch := max(mixer.scratch_bytes() for mixer in mixers.values()):
             found["memory scratch"] = scratch
     else:  # measure a part of one row and scale it: everything but the states grows with the number of tokens
         pieces = (*m.mlp_periods, *(mixer.piece for mixer in mixers.values()))
         probe = min(length, max(PROBE_TOKENS, *pieces))
         probe -= probe % tensor
-        one = {n: {kind: mixer.kept_state_bytes(n) for kind, mixer in mixers.items()} for n in (length, probe)}
-        states = {kind: micro * size for kind, size in one[length].items()}
-        short = {kind: size - one[probe][kind] for kind, size in _kept(config, 1, probe).items()}
-        kept = {kind: micro * size * length // probe for kind, size in short.items()}
+        states = {kind: rows * mixer.kept_state_bytes(length) for kind, mixer in mixers.items()}
+        others = {kind: size - mixers[kind].kept_state_bytes(probe) for kind, size in _kept(config, 1, probe).items()}
+        kept = {kind: rows * size * length // probe for kind, size in others.items()}
     if config.train.activation_checkpointing:  # the blocks' inputs, and one block at a time
-        inputs = _width(config) * micro * length * m.d_model
+        inputs = _width(config) * rows * length * m.d_model
         inputs //= tensor if config.parallel.sequence else 1
         activations, memory = inputs * m.n_layers + max(kept.values()), max(states.values())
     else:

@@ -1,13 +1,11 @@
 """The processes of a run: one, or several that torchrun (or another launcher with its variables) started."""
 
 import os
-import queue
 import tempfile
-import threading
 from collections.abc import Callable
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,6 +13,7 @@ import torch.distributed as dist
 from titans_pt.errors import UserError
 from titans_pt.parallel.topology import RankGroup
 from titans_pt.tools.processes import Place, number, place
+from titans_pt.training.background import within
 
 T = TypeVar("T")
 JOINING = 300.0
@@ -152,43 +151,21 @@ def _join(backend: str, mine: Place, patience: timedelta):
     if not 0 < (number(text) or 0) < 65536:
         raise UserError(f"MASTER_PORT: given {text!r}; must be a port of {address}, from 1 to 65535")
     try:
-        store = _meet(mine, patience)
+        # Alone, torch would wait forever for another program that listens there silently.
+        seconds = patience.total_seconds() + 10
+        store, *_ = within(seconds, lambda: next(dist.rendezvous("env://", mine.rank, mine.size, timeout=patience)))
     except (dist.DistError, TimeoutError) as error:
         taken = "EADDRINUSE" in str(error)
         if taken and "TORCHELASTIC_RUN_ID" in os.environ:
             raise  # torchrun chose the port, and chooses another when it restarts the processes
         why = "the port is in use, by another job perhaps" if taken else str(error).partition("\n")[0].rstrip(".")
+        why = why or "what listens on this port does not answer"  # the TimeoutError of ``within`` says nothing
         raise UserError(
             f"MASTER_ADDR={address} MASTER_PORT={text}: rank {mine.rank} of {mine.size} cannot "
             f"connect to the other ranks: "
             f"{why}; give all ranks of the job the address of rank 0's machine and the same free port on it"
         ) from None
     dist.init_process_group(backend, store=store, rank=mine.rank, world_size=mine.size, timeout=PATIENCE)
-
-
-def _meet(mine: Place, patience: timedelta) -> dist.Store:
-    """The job's store at MASTER_ADDR and MASTER_PORT.
-
-    Raises:
-        dist.DistError, TimeoutError: no store answers. torch alone would wait forever for another program that listens
-            there silently.
-    """
-    answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
-
-    def meet():
-        try:
-            answers.put(next(dist.rendezvous("env://", mine.rank, mine.size, timeout=patience))[0])
-        except Exception as error:
-            answers.put(error)
-
-    threading.Thread(target=meet, daemon=True).start()
-    try:
-        answer = answers.get(timeout=patience.total_seconds() + 10)
-    except queue.Empty:
-        raise TimeoutError("what listens on this port does not answer") from None
-    if isinstance(answer, Exception):
-        raise answer
-    return answer
 
 
 def _device(local_rank: int) -> torch.device:

@@ -149,13 +149,11 @@ class Saver:
         self.watch.at(f"the checkpoint of step {step}, gathering")
         model: dict[str, Tensor] = {}
         optimizer: dict[str, Tensor] = {}
-
-        def take(kind: str, name: str, tensor: Tensor):
+        for kind, name, tensor in self.engine.masters.gather():
             if self.ranks.first:
                 tensors, key = (model, name) if kind == checkpoints.WEIGHT else (optimizer, f"{kind}.{name}")
                 tensors[key] = tensor.detach().to("cpu", copy=True)
-
-        self.engine.masters.gather(take)
+            del tensor  # before the next one needs its memory
         return model, optimizer
 
     def give_up(self):
@@ -201,6 +199,7 @@ class Saver:
         train = self.config.train
         best = [checkpoints.checkpoint_path(self.folder.checkpoints, int(state.best["step"]))] if state.best else []
         kept = [path, *best]
-        checkpoints.prune(self.folder.checkpoints, train.keep_last, train.keep_every, kept, newest=state.step)
+        folder = self.folder.checkpoints
+        checkpoints.delete(checkpoints.outdated(folder, train.keep_last, train.keep_every, kept, newest=state.step))
         log.info("step %d: checkpoint %s", state.step, path)
         self.written(path)

@@ -164,9 +164,7 @@ class Watchdog:
 
     def _others_move(self) -> bool:
         """Whether another rank has reached a new place within ``timeout``."""
-        places = self._places()
-        latest = max((alive for _, _, alive, *_ in places.values()), default=0.0)
-        ages = [age + latest - alive for rank, (_, age, alive, *_) in places.items() if rank != self.ranks.rank]
+        ages = [age for rank, (_, age, *_) in self._places().items() if rank != self.ranks.rank]
         return min(ages, default=self.timeout) < self.timeout
 
     def _stalled(self) -> bool:
@@ -189,17 +187,22 @@ class Watchdog:
 
     def _wake_neighbours(self):
         """Sends SIGUSR2 to silent processes of this machine, which cannot write their stacks by themselves."""
-        places = self._places()
-        latest, here = max(alive for _, _, alive, *_ in places.values()), _process_space()
-        for _, _, alive, space, process in places.values():
-            if process and here and space == here and latest - alive > 3 * self._interval:
+        here = _process_space()
+        for _, _, silent, space, process in self._places().values():
+            if process and here and space == here and silent > 3 * self._interval:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process, signal.SIGUSR2)
 
     def _places(self) -> dict[int, list]:
-        """Rank -> [place, seconds at this place, seconds since its start, process space, process], as last reported."""
+        """Rank -> [place, seconds at this place, seconds of silence, process space, process], of ranks that reported.
+
+        All ranks began together: the report of the longest life is the newest.
+        """
         ranks = [rank for rank in range(self.ranks.world_size) if self._store.check([str(rank)])]
-        return {rank: json.loads(self._store.get(str(rank))) for rank in ranks}
+        found = {rank: json.loads(self._store.get(str(rank))) for rank in ranks}
+        newest = max((alive for _, _, alive, *_ in found.values()), default=0.0)
+        return {rank: [place, stood + newest - alive, newest - alive, *process]
+                for rank, (place, stood, alive, *process) in found.items()}  # fmt: skip
 
     def _end(self, message: str | None):
         if message:
@@ -215,15 +218,13 @@ class Watchdog:
 
     def _report(self) -> str:
         places, lines = self._places(), []
-        latest = max((alive for _, _, alive, *_ in places.values()), default=0.0)
         for rank in range(self.ranks.world_size):
             if rank not in places:
                 lines.append(f"rank {rank} never reported its place")
                 continue
-            where, age, alive, *_ = places[rank]
-            lost = latest - alive
-            silent = f" and has been silent for {lost:.0f} s" if lost > 3 * self._interval else ""
-            lines.append(f"rank {rank} has been at {where} for {age + lost:.0f} s{silent}")
+            where, age, silent, *_ = places[rank]
+            also = f" and has been silent for {silent:.0f} s" if silent > 3 * self._interval else ""
+            lines.append(f"rank {rank} has been at {where} for {age:.0f} s{also}")
         frame = traceback.extract_stack(sys._current_frames()[self._main])[-1]
         stacks = f"Their stacks are in {self._stacks.parent}. " if self._stacks else ""
         return (

@@ -274,14 +274,14 @@ def test_prune_keeps_the_newest_and_never_the_one_just_written(tmp_path):
     for step in (1, 2, 3, 4):
         save(tmp_path, step)
     just_written = checkpoints.checkpoint_path(tmp_path, 1)
-    checkpoints.prune(tmp_path, 2, keep=[just_written])
+    checkpoints.delete(checkpoints.outdated(tmp_path, 2, keep=[just_written]))
     assert names(tmp_path) == ["step-00000001", "step-00000003", "step-00000004"]
 
 
 def test_prune_keeps_every_so_manieth_for_good(tmp_path):
     for step in range(1, 8):
         save(tmp_path, step)
-    gone = checkpoints.prune(tmp_path, 1, keep_every=3)
+    gone = checkpoints.delete(checkpoints.outdated(tmp_path, 1, keep_every=3))
     assert [checkpoints.step_of(path) for path in checkpoints.list_checkpoints(tmp_path)] == [3, 6, 7]
     assert [checkpoints.step_of(path) for path in gone] == [1, 2, 4, 5]
 
@@ -291,9 +291,9 @@ def test_incomplete_checkpoints_do_not_count_among_the_newest_that_prune_keeps(t
         save(tmp_path, step)
     truncate(tmp_path / "step-00000003/optimizer.safetensors")
     (tmp_path / "step-00000004/manifest.json").unlink()  # a deletion by hand, cut short
-    checkpoints.prune(tmp_path, 2)
+    checkpoints.delete(checkpoints.outdated(tmp_path, 2))
     assert [checkpoints.step_of(path) for path in checkpoints.list_checkpoints(tmp_path)] == [2, 3, 4, 5]
-    checkpoints.prune(tmp_path, 1)
+    checkpoints.delete(checkpoints.outdated(tmp_path, 1))
     assert names(tmp_path) == ["step-00000005"]
     truncate(tmp_path / "step-00000005/model.safetensors")
     assert checkpoints.outdated(tmp_path, 1) == []
@@ -333,7 +333,7 @@ def test_a_checkpoint_that_vanishes_while_it_is_read_is_looked_for_again(tmp_pat
         calls.append(path.name)
         if len(calls) == 1:
             save(tmp_path, 2)
-            checkpoints.prune(tmp_path, 1)
+            checkpoints.delete(checkpoints.outdated(tmp_path, 1))
         return checkpoints.read_weights(path)
 
     assert checkpoints.undisturbed(tmp_path, weights).keys() == WEIGHTS.keys()

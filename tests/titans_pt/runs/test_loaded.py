@@ -62,7 +62,7 @@ def test_a_run_that_trains_can_be_loaded(run, monkeypatch):
     def read_weights(path):
         if path == first:
             checkpoints.save(folder.checkpoints, weights, {}, replace(checkpoints.read_state(path), step=4))
-            checkpoints.prune(folder.checkpoints, 1)
+            checkpoints.delete(checkpoints.outdated(folder.checkpoints, 1))
         return read(path)
 
     monkeypatch.setattr(checkpoints, "read_weights", read_weights)
@@ -245,7 +245,7 @@ def test_a_file_is_no_run(tmp_path, monkeypatch, capsys, words):
 
 def test_no_checkpoint_yet(run):
     folder, _ = run
-    checkpoints.prune(folder.checkpoints, 0)
+    checkpoints.delete(checkpoints.outdated(folder.checkpoints, 0))
     for path in checkpoints.list_checkpoints(folder.checkpoints):
         checkpoints.shutil.rmtree(path)
     with pytest.raises(UserError, match="holds no checkpoint yet"):

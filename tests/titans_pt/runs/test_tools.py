@@ -223,7 +223,7 @@ def test_what_a_killed_process_left_is_removed(run, words, monkeypatch):
     with monkeypatch.context() as patch:
         kill_at(patch, "rmdir", 1)
         with pytest.raises(Killed):
-            checkpoints.prune(run / "checkpoints", 3)
+            checkpoints.delete(checkpoints.outdated(run / "checkpoints", 3))
     (run / "checkpoints/.step-00000009.tmp").mkdir()
     assert {path.name for path in (run / "checkpoints").glob(".*")} == {".step-00000002.old", ".step-00000009.tmp"}
     assert cli.run(["checkpoint", words[0], str(run), *words[1:]]) == 0

@@ -7,12 +7,11 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from tests.helpers.processes import curve
+from tests.helpers.trainings import check_resume
 from titans_pt import cli
 from titans_pt.config.files import load_config
 from titans_pt.errors import UserError
 from titans_pt.tasks import babi, task_of
-from titans_pt.training import loop
 
 pytestmark = pytest.mark.usefixtures("one_group")
 
@@ -88,13 +87,7 @@ def test_what_cannot_be_is_one_line(configured):
 
 def test_it_trains_resumes_and_is_evaluated(configured, tmp_path):
     short = "data.seq_len=800", "babilong.lengths='400,800'", "train.batch_tokens=800", "train.micro_batch=1"
-    whole, parts = (configured(f"run.dir={tmp_path / name}", *short) for name in ("whole", "parts"))
-    loop.train(whole)
-    loop.train(configured(f"run.dir={parts.run.dir}", "train.stop_at=2", *short))
-    loop.train(parts)
-
-    found = [curve(tmp_path / name, "loss") for name in ("whole", "parts")]
-    assert len(found[0]) == 4 and found[0] == found[1]
+    check_resume(configured, tmp_path, *short)
     words = ["evaluation.babilong.tasks=[qa1]", "evaluation.babilong.lengths=[900]", "evaluation.babilong.samples=2",
              "evaluation.babilong.wording=plain", "evaluation.babilong.characters=50000"]  # fmt: skip
     assert cli.run(["evaluate", str(tmp_path / "whole"), *words]) == 0

@@ -7,7 +7,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from tests.helpers.processes import curve
+from tests.helpers.trainings import check_resume
 from titans_pt import cli
 from titans_pt.config.files import load_config
 from titans_pt.errors import UserError
@@ -112,13 +112,7 @@ def test_what_cannot_be_is_one_line(configured):
 
 
 def test_it_trains_resumes_and_is_evaluated(configured, tmp_path):
-    whole, parts = (configured(f"run.dir={tmp_path / name}") for name in ("whole", "parts"))
-    loop.train(whole)
-    loop.train(configured(f"run.dir={parts.run.dir}", "train.stop_at=2"))
-    loop.train(parts)
-
-    found = [curve(tmp_path / name, "loss") for name in ("whole", "parts")]
-    assert len(found[0]) == 4 and found[0] == found[1]
+    check_resume(configured, tmp_path)
     validation = [r for r in read_metrics(tmp_path / "whole" / "metrics.jsonl") if r["kind"] == "validation"][-1]
     assert {"validation_loss", "validation_accuracy", "validation_whole"} <= validation.keys()
     words = ["evaluation.needle.tasks=[niah_single_1]", "evaluation.needle.lengths=[700]",

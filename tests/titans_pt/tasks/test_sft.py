@@ -9,7 +9,7 @@ import torch
 from pyarrow import parquet
 
 from tests.helpers.chats import SIZE, byte_tokenizer, said
-from tests.helpers.processes import curve
+from tests.helpers.trainings import check_resume
 from titans_pt import cli
 from titans_pt.config.files import load_config
 from titans_pt.errors import UserError
@@ -127,18 +127,12 @@ def _words(config):
 
 
 def test_it_trains_resumes_and_is_evaluated(configured, tmp_path):
-    whole, parts = (configured(f"run.dir={tmp_path / name}") for name in ("whole", "parts"))
-    loop.train(whole)
-    loop.train(configured(f"run.dir={parts.run.dir}", "train.stop_at=2"))
-    loop.train(parts)
-
-    found = [curve(tmp_path / name, "loss") for name in ("whole", "parts")]
-    assert len(found[0]) == 4 and found[0] == found[1]
+    check_resume(configured, tmp_path)
     validation = [r for r in read_metrics(tmp_path / "whole" / "metrics.jsonl") if r["kind"] == "validation"][-1]
     assert {"validation_loss", "validation_accuracy", "validation_whole"} <= validation.keys()
     assert cli.run(["evaluate", str(tmp_path / "whole")]) == 0
     with pytest.raises(UserError, match="sft.too_long: given 'skip', but .* was trained with 'refuse'; put it back"):
-        loop.train(configured(f"run.dir={parts.run.dir}", "sft.too_long=skip", "train.max_steps=6"))
+        loop.train(configured(f"run.dir={tmp_path / 'parts'}", "sft.too_long=skip", "train.max_steps=6"))
 
 
 def test_a_changed_list_of_documents_is_refused(configured, tmp_path):

@@ -197,9 +197,7 @@ def test_micro_batches_are_summed_in_fp32_and_steps_that_are_not_finite_are_skip
             expected[name] = expected.get(name, 0.0) + (0.0 if gradient is None else gradient.double() / count)
 
     def moments() -> dict[str, torch.Tensor]:
-        taken = {}
-        engine.masters.gather(lambda kind, name, tensor: taken.setdefault((kind, name), tensor.double().clone()))
-        return taken
+        return {(kind, name): tensor.double().clone() for kind, name, tensor in engine.masters.gather()}
 
     for batch in batches:
         engine.micro_step(batch)

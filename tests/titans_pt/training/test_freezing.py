@@ -171,7 +171,7 @@ def test_the_disk_that_a_plan_names_has_room_for_the_best_and_the_evaluated(tiny
     def kept(*words: str) -> float:
         """Number of checkpoints that the plan of a training of 12 steps has room for."""
         cost = make_plan(task_of(load_config(tiny(train={"max_steps": 12, "checkpoint_every": 1000}), words)), 1).cost
-        return cost.disk / cost.one
+        return cost.disk / cost.checkpoint
 
     assert kept() == 1
     assert kept("train.eval_every=4", "train.patience=9") == 4, "the last, and three that may be the best"

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from contextlib import nullcontext
+from datetime import timedelta
 from pathlib import Path
 from subprocess import PIPE
 
@@ -130,9 +131,7 @@ def test_an_interrupt_while_it_waits_for_other_nodes_is_one_line(start, tmp_path
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     process = start(SAVES, "1", NODES="2", MASTER=f"localhost:{port}", HOST="1")
-    while not launcher._store("localhost", port):
-        assert process.poll() is None, process.stderr.read()
-        time.sleep(0.2)
+    TCPStore("localhost", port, is_master=False, timeout=timedelta(seconds=120))  # waits until the store listens
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=120)
     assert (process.returncode, err) == (130, "titans: error: interrupted\n")

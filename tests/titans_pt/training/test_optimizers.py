@@ -86,7 +86,8 @@ def side_by_side(task, ranks, optimizers) -> tuple[dict[str, dict[str, torch.Ten
 
     def tensors() -> dict[str, dict[str, torch.Tensor]]:
         found = {}
-        engine.masters.gather(lambda kind, name, tensor: found.setdefault(name, {}).setdefault(kind, tensor.clone()))
+        for kind, name, tensor in engine.masters.gather():
+            found.setdefault(name, {})[kind] = tensor.clone()
         return found
 
     for name, kinds in tensors().items():

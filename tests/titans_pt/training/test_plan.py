@@ -30,7 +30,7 @@ def config(tiny):
 
 def test_the_grid_and_the_batch(config):
     plan = make_plan(task_of(config(parallel={"tensor": 2, "zero_stage": 2})), ranks=4)
-    assert (plan.tensor, plan.data, plan.micro_batch, plan.accumulation) == (2, 2, 1, 4)
+    assert (plan.data, plan.micro_batch, plan.accumulation) == (2, 1, 4)
     assert "4 ranks = 2 tensor x 2 data, ZeRO 2, fp32" in plan.text()
     assert "1,024 tokens per step = 2 data ranks x 4 micro-batches x 1 samples x 128 tokens" in plan.text()
     whole = make_plan(task_of(config()), ranks=1)
@@ -236,18 +236,18 @@ def test_the_optimisers_own_state_is_counted(config, monkeypatch):
     linear = [module for module in task.build_model().blocks.modules() if isinstance(module, torch.nn.Linear)]
     weights, matrices = make_plan(task, ranks=1).parameters, sum(module.weight.numel() for module in linear)
     assert make_plan(task, ranks=1).bytes["optimiser"] == 12 * weights
-    assert cost_of(task).one == 12 * weights
+    assert cost_of(task).checkpoint == 12 * weights
     muon = task_of(config(train={"optimizer": "muon", "batch_tokens": 1024}))
     assert make_plan(muon, ranks=2).bytes["optimiser"] == pytest.approx((12 * weights - 4 * matrices) / 2, abs=8)
-    assert cost_of(muon).one == 12 * weights - 4 * matrices
+    assert cost_of(muon).checkpoint == 12 * weights - 4 * matrices
     monkeypatch.setattr(type(task), "optimizer", lambda task, model, device: torch.optim.SGD(model.parameters(), 1e-3))
-    assert make_plan(task, ranks=1).bytes["optimiser"] == cost_of(task).one == 4 * weights
+    assert make_plan(task, ranks=1).bytes["optimiser"] == cost_of(task).checkpoint == 4 * weights
 
 
 def test_the_disk_is_for_the_checkpoints_that_are_kept(config):
     train = {"max_steps": 100, "checkpoint_every": 4, "keep_last": 1, "batch_tokens": 1024}
     cost = cost_of(task_of(config(train=train | {"keep_every": 6})))
-    assert cost.disk == (1 + 100 // 12) * cost.one
+    assert cost.disk == (1 + 100 // 12) * cost.checkpoint
 
 
 def test_a_plan_for_cpus_says_how_to_plan_for_gpus(tiny, capsys, monkeypatch):

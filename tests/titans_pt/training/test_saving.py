@@ -1,6 +1,7 @@
 """Times at which a run saves, and the checkpoint that it continues from."""
 
 import errno
+import math
 import os
 import re
 import shutil
@@ -10,11 +11,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests.helpers.trainings import spoil_logits
 from titans_pt.config import TrainConfig
 from titans_pt.config.files import load_config
 from titans_pt.errors import Diverged, UserError
 from titans_pt.runs import checkpoints, shards
-from titans_pt.tasks import language
 from titans_pt.training import loop
 from titans_pt.training.metrics import read_metrics
 from titans_pt.training.saving import spare_folder
@@ -79,31 +80,12 @@ def test_a_divergence_leaves_the_healthy_checkpoints(run):
 
 @pytest.fixture
 def spoilt(monkeypatch):
-    """``spoilt(steps)`` makes the logits NaN in these steps of a run that starts at step 0."""
-
-    def spoil(*steps: int):
-        build, take, current = language.build_model, loop.Trainer._train_step, [0]
-
-        def hook(_module, _args, output):
-            return (output[0] * float("nan"), output[1]) if current[0] in steps else None
-
-        def build_spoilt(*settings):
-            model = build(*settings)
-            model.register_forward_hook(hook)
-            return model
-
-        def counted(trainer):
-            current[0] = trainer.step + 1
-            return take(trainer)
-
-        monkeypatch.setattr(language, "build_model", build_spoilt)
-        monkeypatch.setattr(loop.Trainer, "_train_step", counted)
-
-    return spoil
+    """Steps of a run in which the logits are NaN."""
+    return spoil_logits(monkeypatch, math.nan)
 
 
 def test_a_checkpoint_that_is_due_at_a_nonfinite_step_is_taken_after_the_next_finite_one(tiny, tmp_path, spoilt):
-    spoilt(4, 5)
+    spoilt.update({4, 5})
     config = load_config(tiny(train={"checkpoint_every": 4, "max_nonfinite": 3}))
     assert loop.train(config) == 0
     assert steps(tmp_path / "run") == [6, 8, 10]
@@ -111,7 +93,7 @@ def test_a_checkpoint_that_is_due_at_a_nonfinite_step_is_taken_after_the_next_fi
 
 
 def test_a_run_whose_last_steps_are_not_finite_says_where_to_end_it(tiny, tmp_path, spoilt):
-    spoilt(9, 10)
+    spoilt.update({9, 10})
     with pytest.raises(Diverged, match=r"the last 2 steps \(to 10\) .* 4, 8\. train.stop_at=8 ends with a checkpoint"):
         loop.train(load_config(tiny(train={"checkpoint_every": 4})))
     assert steps(tmp_path / "run") == [4, 8]
@@ -122,14 +104,14 @@ def test_a_run_whose_last_steps_are_not_finite_says_where_to_end_it(tiny, tmp_pa
     (7, [4], "and continue from a healthy checkpoint: train.resume=4 or an earlier one"),
 ])  # fmt: skip
 def test_the_remedy_names_a_checkpoint_that_exists(tiny, tmp_path, spoilt, first, kept, remedy):
-    spoilt(*range(first, first + 3))
+    spoilt.update(range(first, first + 3))
     with pytest.raises(Diverged, match=remedy):
         loop.train(load_config(tiny(train={"checkpoint_every": 4, "max_nonfinite": 3})))
     assert steps(tmp_path / "run") == kept
 
 
 def test_a_signal_in_the_midst_of_nonfinite_steps_saves_nothing(tiny, tmp_path, spoilt, monkeypatch, capsys):
-    spoilt(6)
+    spoilt.add(6)
     monkeypatch.setattr(loop.StopSignals, "decide", lambda self, sums: 15 * (len(metrics()) == 6))
 
     def metrics():

@@ -5,11 +5,11 @@ from contextlib import nullcontext
 
 import pytest
 
+from tests.helpers.trainings import spoil_logits
 from titans_pt.config import TrainConfig
 from titans_pt.config.files import load_config
 from titans_pt.errors import UserError
 from titans_pt.runs import checkpoints
-from titans_pt.tasks import language
 from titans_pt.training import loop
 from titans_pt.training.metrics import read_metrics
 from titans_pt.training.spikes import SpikeGuard
@@ -48,27 +48,13 @@ def test_one_spike_hardly_moves_the_limit_and_a_level_that_stays_is_accepted():
 @pytest.fixture
 def trained(tiny, tmp_path, ranks, monkeypatch):
     """``trained(name, spikes, overrides)`` trains a run whose logits are a thousandfold in the steps ``spikes``."""
-    build, take, current = language.build_model, loop.Trainer._train_step, [0, ()]
-
-    def hook(_module, _args, output):
-        return (output[0] * 1e3, output[1]) if current[0] in current[1] else None
-
-    def build_spoilt(*settings):
-        model = build(*settings)
-        model.register_forward_hook(hook)
-        return model
-
-    def counted(trainer):
-        current[0] = trainer.step + 1
-        return take(trainer)
-
-    monkeypatch.setattr(language, "build_model", build_spoilt)
-    monkeypatch.setattr(loop.Trainer, "_train_step", counted)
+    spoilt = spoil_logits(monkeypatch, 1e3)
     monkeypatch.setattr(loop, "process_group", lambda timeout: nullcontext(ranks))
     path = tiny(train={"spike_deviations": 4.0, "spike_window": 3, "keep_last": 99})
 
     def run(name: str, spikes: tuple[int, ...], *overrides: str):
-        current[1] = spikes
+        spoilt.clear()
+        spoilt.update(spikes)
         assert loop.train(load_config(path, [f"run.dir={tmp_path / name}", *overrides])) == 0
         return tmp_path / name
 

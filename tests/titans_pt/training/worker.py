@@ -6,16 +6,18 @@ A job is ``resume:STAGE:PRECISION``, ``nan:STAGE:TENSOR``, ``switch`` or ``evalu
 FOLDER for the test to look at.
 """
 
+import math
 import sys
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import torch
 
 from tests.helpers.jobs import shard_everything
+from tests.helpers.trainings import spoil_logits
 from titans_pt.config.files import load_config
-from titans_pt.tasks import language
 from titans_pt.training import loop
 from titans_pt.training.ranks import process_group
 
@@ -61,33 +63,22 @@ def nan_logits(step: int):
 
     Every step is saved for the test to look at. The run itself would save that step only after the next.
     """
-    build, step_of = language.build_model, loop.Trainer._train_step
-    current = []
 
-    def spoilt(_module, _args, output):
-        if len(current) == step and torch.distributed.get_rank() == 0:
-            return output[0] * float("nan"), output[1]
-        return None
-
-    def build_spoilt(*settings):
-        model = build(*settings)
-        model.register_forward_hook(spoilt)
-        return model
-
-    def counted(trainer):
-        current.append(None)
-        signal = step_of(trainer)
+    def saved(trainer):
+        signal = take(trainer)
         state = trainer._state()
         trainer.saver.state = lambda: replace(state, nonfinite_in_a_row=0)
         trainer.saver.save()
         trainer.saver.state = trainer._state
         return signal
 
-    language.build_model, loop.Trainer._train_step = build_spoilt, counted
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        spoilt = spoil_logits(patch, math.nan)
+        if torch.distributed.get_rank() == 0:
+            spoilt.add(step)
+        take = loop.Trainer._train_step
+        patch.setattr(loop.Trainer, "_train_step", saved)
         yield
-    finally:
-        language.build_model, loop.Trainer._train_step = build, step_of
 
 
 def main(config: str, folder: str, *jobs: str):
