@@ -27,7 +27,7 @@ import yaml
 from titans_pt.config import Config
 from titans_pt.data_pipeline import StreamDecoder
 from titans_pt.data_pipeline.tokenizers import ids_within
-from titans_pt.data_pipeline.tokenizers.chat import chat_text
+from titans_pt.data_pipeline.tokenizers.chat import answer_ends, chat_text
 from titans_pt.errors import UserError
 from titans_pt.evaluation.caching import check_without_prompts, with_caches
 from titans_pt.evaluation.perplexity import token_losses
@@ -259,8 +259,9 @@ class TitansLM(TemplateLM):
             raise UserError(f"{unread[0]}: given {options[unread[0]]!r}; generation with the model titans has "
                             f"{', '.join(_OF_A_GENERATION)}; leave it out")  # fmt: skip
         until = [stop for stop in options["until"] if stop]
+        ends = answer_ends(tokenizer) if self._chats else [self.eot_token_id]
         # Control tokens have no text in which a stop string could be found.
-        controls = {i for i, name in enumerate(tokenizer.names) if name in until and not tokenizer.pieces[i]}
+        ends += [i for i, name in enumerate(tokenizer.names) if name in until and not tokenizer.pieces[i]]
         temperature = options.get("temperature", 1.0 if options["do_sample"] else 0.0)  # 1: transformers' default
         top_k = options.get("top_k")
         all_tokens = top_k in (0, -1)  # transformers' and vLLM's words for no limit
@@ -270,7 +271,7 @@ class TitansLM(TemplateLM):
         decoder, text = StreamDecoder(tokenizer, continues=True), ""
         tokens = continuation(
             self.model, *prefill(self.model, torch.tensor([ids]), self.prefill_tokens),
-            options["max_gen_toks"], {self.eot_token_id, *controls}, sampling.chooser(),
+            options["max_gen_toks"], ends, sampling.chooser(),
         )  # fmt: skip
         for token in tokens:
             text += decoder.push(token)

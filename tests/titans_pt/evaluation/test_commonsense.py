@@ -165,12 +165,18 @@ def test_a_control_token_among_the_stops_ends_a_text(loaded):
     class Turns(Characters):
         names = [*Characters.names[:-1], "<|im_end|>"]
         pieces = [*Characters.pieces[:-1], b""]
+        chat_template = "{% for m in messages %}{{ m['content'] }}<|im_end|>{% endfor %}"
+
+        def encode_spelled(self, text):
+            return self.encode(text.replace("<|im_end|>", "\x7f"))
 
     lm = commonsense.TitansLM(loaded)
     lm.model, lm.titans_tokenizer = Scripted(lambda text: "abc\x7fde\x00"[len(text) - 2]), Turns()
     until = [["<|im_end|>"], ["\n"], ["e", "<|im_end|>"], ["e"]]
     found = lm.generate_until([request("xx", {"until": stops, "max_gen_toks": 9}) for stops in until])
     assert found == ["abc", "abcde", "abc", "abcd"]
+    lm.chat_template(True)  # a chat's answer ends where the template closes it, whatever the task's stops are
+    assert lm.generate_until([request("xx", {"until": ["\n"], "max_gen_toks": 9})]) == ["abc"]
 
 
 @pytest.mark.parametrize("options, message", [
