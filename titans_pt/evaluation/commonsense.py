@@ -111,7 +111,7 @@ class TitansLM(TemplateLM):
             batch_size and the like, which lm-eval passes to every model, have no effect.
 
     Raises:
-        UserError: another setting, or ``load_run`` or ``with_caches`` refuses the run.
+        UserError: another setting, no run, or ``load_run`` or ``with_caches`` refuses the run.
     """
 
     _chats = False
@@ -119,7 +119,7 @@ class TitansLM(TemplateLM):
 
     def __init__(
         self,
-        run: LoadedRun | str,
+        run: LoadedRun | str = "",
         checkpoint: int | None = None,
         prefill_tokens: int | None = None,
         max_length: int | None = None,
@@ -132,6 +132,8 @@ class TitansLM(TemplateLM):
             if isinstance(run, LoadedRun) or not name.startswith("evaluation."):
                 raise UserError(f"{name}: no argument of the model titans; allowed: run, checkpoint, prefill_tokens, "
                                 "max_length, device and, with a run's folder, evaluation.KEY=VALUE")  # fmt: skip
+        if not run:
+            raise UserError("run: missing; name the run's folder: --model_args run=FOLDER")
         if not isinstance(run, LoadedRun):
             if device is None or device.startswith("cuda") and not torch.cuda.is_available():
                 device = best_device()

@@ -129,6 +129,10 @@ def test_lm_evals_program_gives_a_run_settings(tmp_path, prepared):
     assert found == pytest.approx(same, rel=1e-4) and found != pytest.approx(without, rel=1e-4)
     with pytest.raises(UserError, match="checkpont: no argument of the model titans; allowed: run, checkpoint, pre"):
         commonsense.TitansLM(folder, checkpont=3)
+    with pytest.raises(UserError, match="pretrained: no argument of the model titans; allowed: run, checkpoint, pre"):
+        commonsense.TitansLM(pretrained=folder)
+    with pytest.raises(UserError, match="run: missing; name the run's folder: --model_args run=FOLDER"):
+        commonsense.TitansLM(prefill_tokens=4)
     with pytest.raises(UserError, match="evaluation.caching.last: set, but lm-eval has no prompts"):
         commonsense.TitansLM(folder, **{"evaluation.caching": {"segment": 8, "last": 2}})
 
