@@ -116,6 +116,21 @@ def ids_to_answer(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[int
     return [*tokenizer.begin, *spelled_ids(tokenizer, _to_answer(tokenizer, messages))]
 
 
+def answer_ends(tokenizer: Tokenizer) -> list[int]:
+    """Ids before which an answer ends: eos, and the control token with which the chat template closes an answer, such
+    as <|im_end|> of a model whose documents end with <|endoftext|>."""
+    from jinja2 import TemplateError  # comes with torch, which only chats need here
+
+    ends, asked = [tokenizer.eos_id], {"role": "user", "content": "a question"}
+    try:
+        text = chat_text(tokenizer, [asked, {"role": "assistant", "content": _ANSWER}])
+    except TemplateError:  # it writes only other chats
+        return ends
+    _, found, after = text.rpartition(_ANSWER)
+    closing = spelled_ids(tokenizer, after)[:1] if found else []
+    return ends + [i for i in closing if i not in ends and not tokenizer.pieces[i]]
+
+
 def _to_answer(tokenizer: Tokenizer, messages: Sequence[Message]) -> str:
     from jinja2 import TemplateError  # comes with torch, which only chats need here
 

@@ -5,6 +5,7 @@ import json
 import re
 from array import array
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 
 import tokenizers
@@ -86,11 +87,13 @@ class HuggingFaceTokenizer(Tokenizer):
         return [self._encode_parts(text) if len(text) > _STRETCH else next(encoded).ids for text in texts]
 
     def encode_spelled(self, text: str) -> list[int]:
-        self._tokenizer.encode_special_tokens = False
-        try:
-            return self._encode(text)
-        finally:
-            self._tokenizer.encode_special_tokens = True
+        return self._spelled.encode(text, add_special_tokens=False).ids
+
+    @cached_property
+    def _spelled(self) -> tokenizers.Tokenizer:
+        """A second tokenizer, which reads control tokens. Switching the first one would change the ids of texts that
+        other threads encode at the same time."""
+        return tokenizers.Tokenizer.from_str(self._tokenizer.to_str())
 
     def _encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False).ids

@@ -10,10 +10,13 @@ and P(x, y)[i, j] = sum_k x[i, k] y[j, k] exp(G[i, k] - G[j, k]) for j <= i in o
 with e the erase keys, k itself for the delta rule (Yang et al., "Gated Delta Networks", arXiv 2412.06464, Section 3.3,
 here with a decay that may differ between channels).
 exp is applied to sums of log decays only, never to their negatives: it can underflow but not overflow. Masks separate
-documents, since an infinite decay would give inf - inf.
+documents, since an infinite decay would give inf - inf. Log decays have a lower bound at which nothing visible remains:
+G[i] - G[j] would otherwise lose the weak decays that follow a strong one.
 
 Everything that does not need S is computed for all chunks at once; only S is passed from chunk to chunk.
 """
+
+import math
 
 import torch
 import torch.nn.functional as F
@@ -41,6 +44,7 @@ def chunked_linear_memory(
     mask = torch.ones(chunk, chunk, dtype=torch.bool, device=q.device).tril()
     from_start, erasing, writing, end = q, e, k, None
     if decay is not None:
+        decay = decay.clamp(min=2 * math.log(torch.finfo(decay.dtype).eps))
         G = fold(decay if decay.dim() == 4 else decay.unsqueeze(-1)).cumsum(-2)
         grown = G.exp()
         from_start, erasing, writing = q * grown, e * grown, k * (G[..., -1:, :] - G).exp()

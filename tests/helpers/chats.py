@@ -7,6 +7,8 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<s>assistant:{% endif %}"
 )
 """Writes <s>ROLE:CONTENT</s> and a line break for each message."""
+CLOSING = TEMPLATE.replace("</s>", "<s>")
+"""Closes messages with another token than eos, as ChatML does with the tokenizers of base models."""
 FORGETFUL = (
     "{% for m in messages %}{% if m['role'] == 'assistant' %}:{% endif %}{% if m['role'] == 'user' or loop.last %}"
     "{{ m['content'] }}{% endif %}</s>{% endfor %}{% if add_generation_prompt %}:{% endif %}"

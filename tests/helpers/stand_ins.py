@@ -21,6 +21,7 @@ class Characters:
 
     vocab_size, bos_id, eos_id, begin, sha256 = 128, -1, EOS, (), "characters"
     pieces, dummy_prefix = [b"", *(bytes([i]) for i in range(1, 128))], False  # read by StreamDecoder
+    names = [chr(i) for i in range(128)]
 
     def encode(self, text):
         return list(text.encode("ascii", errors="replace"))

@@ -26,7 +26,8 @@ import yaml
 
 from titans_pt.config import Config
 from titans_pt.data_pipeline import StreamDecoder
-from titans_pt.data_pipeline.tokenizers.chat import chat_text
+from titans_pt.data_pipeline.tokenizers import ids_within
+from titans_pt.data_pipeline.tokenizers.chat import answer_ends, chat_text
 from titans_pt.errors import UserError
 from titans_pt.evaluation.caching import check_without_prompts, with_caches
 from titans_pt.evaluation.perplexity import token_losses
@@ -83,6 +84,8 @@ _SEED = 1234
 """lm-eval's seed of few-shot examples and of NumPy."""
 _OF_EVERY_MODEL = {"batch_size", "max_batch_size", "trust_remote_code"}
 """Arguments that lm-eval's program passes to every model, and that this one does not need."""
+_OF_A_GENERATION = ("until", "max_gen_toks", "do_sample", "temperature", "top_k", "top_p")
+"""Generation options that have an effect here, by the names that lm-eval gives them."""
 
 
 def _loaded(folder: str, checkpoint: int | None, device: str, settings: dict[str, Any]) -> LoadedRun:
@@ -108,7 +111,7 @@ class TitansLM(TemplateLM):
             batch_size and the like, which lm-eval passes to every model, have no effect.
 
     Raises:
-        UserError: another setting, or ``load_run`` or ``with_caches`` refuses the run.
+        UserError: another setting, no run, or ``load_run`` or ``with_caches`` refuses the run.
     """
 
     _chats = False
@@ -116,7 +119,7 @@ class TitansLM(TemplateLM):
 
     def __init__(
         self,
-        run: LoadedRun | str,
+        run: LoadedRun | str = "",
         checkpoint: int | None = None,
         prefill_tokens: int | None = None,
         max_length: int | None = None,
@@ -129,6 +132,8 @@ class TitansLM(TemplateLM):
             if isinstance(run, LoadedRun) or not name.startswith("evaluation."):
                 raise UserError(f"{name}: no argument of the model titans; allowed: run, checkpoint, prefill_tokens, "
                                 "max_length, device and, with a run's folder, evaluation.KEY=VALUE")  # fmt: skip
+        if not run:
+            raise UserError("run: missing; name the run's folder: --model_args run=FOLDER")
         if not isinstance(run, LoadedRun):
             if device is None or device.startswith("cuda") and not torch.cuda.is_available():
                 device = best_device()
@@ -200,6 +205,13 @@ class TitansLM(TemplateLM):
         begin = [] if add_special_tokens is False else list(tokenizer.begin)
         return ids if ids[: len(begin)] == begin else [*begin, *ids]
 
+    def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+        """Ids of both, cut as lm-eval cuts them. If one token spans the end of the context, the cut can leave the
+        continuation without an id, and its likelihood would be 1: it is then encoded alone."""
+        known, wanted = super()._encode_pair(context, continuation)
+        spaces = context[len(context.rstrip()) :]
+        return known, wanted or ids_within(self.titans_tokenizer, spaces + continuation)
+
     def _loglikelihood_tokens(self, requests, **unused: Any) -> list[tuple[float, bool]]:
         """Read a context once for consecutive requests that share it: each continuation forks the state."""
         results, known, logits, state = [], None, None, None
@@ -233,20 +245,35 @@ class TitansLM(TemplateLM):
 
     def generate_until(self, requests, disable_tqdm: bool = False) -> list[str]:
         """Continuation of each prompt, up to the first of its stop strings. Repetitions of a request differ if they are
-        drawn: the n-th has the seed n."""
+        drawn: the n-th has the seed n.
+
+        Raises:
+            UserError: an option that is out of range, or that has no effect here.
+        """
         return [self._continue(r.args[0], r.args[1], n) for r, n in zip(requests, _repetitions(requests), strict=True)]
 
     @torch.no_grad()
     def _continue(self, prompt: str, options: dict, seed: int) -> str:
-        ids = self.tok_encode(prompt) or self.titans_tokenizer.before_text
+        tokenizer = self.titans_tokenizer
+        ids = self.tok_encode(prompt) or tokenizer.before_text
         options = normalize_gen_kwargs(options)
+        if unread := [name for name in options if name not in _OF_A_GENERATION and options[name] not in (None, 0, 1)]:
+            raise UserError(f"{unread[0]}: given {options[unread[0]]!r}; generation with the model titans has "
+                            f"{', '.join(_OF_A_GENERATION)}; leave it out")  # fmt: skip
         until = [stop for stop in options["until"] if stop]
+        ends = answer_ends(tokenizer) if self._chats else [self.eot_token_id]
+        # Control tokens have no text in which a stop string could be found.
+        ends += [i for i, name in enumerate(tokenizer.names) if name in until and not tokenizer.pieces[i]]
         temperature = options.get("temperature", 1.0 if options["do_sample"] else 0.0)  # 1: transformers' default
-        decoder, text = StreamDecoder(self.titans_tokenizer, continues=True), ""
-        sampling = Sampling(temperature, options.get("top_k"), options.get("top_p", 1.0), seed)
+        top_k = options.get("top_k")
+        all_tokens = top_k in (0, -1)  # transformers' and vLLM's words for no limit
+        sampling = Sampling(temperature, None if all_tokens else top_k, options.get("top_p", 1.0), seed)
+        if temperature != 0:
+            sampling.check(1)
+        decoder, text = StreamDecoder(tokenizer, continues=True), ""
         tokens = continuation(
             self.model, *prefill(self.model, torch.tensor([ids]), self.prefill_tokens),
-            options["max_gen_toks"], {self.eot_token_id}, sampling.chooser(),
+            options["max_gen_toks"], ends, sampling.chooser(),
         )  # fmt: skip
         for token in tokens:
             text += decoder.push(token)

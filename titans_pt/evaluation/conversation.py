@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from titans_pt.data_pipeline import StreamDecoder
-from titans_pt.data_pipeline.tokenizers.chat import message_ids
+from titans_pt.data_pipeline.tokenizers.chat import answer_ends, message_ids
 from titans_pt.evaluation.caching import read_prompt
 from titans_pt.evaluation.generation import opened, print_text
 from titans_pt.runs.loaded import load_reading, save_reading
@@ -52,7 +52,7 @@ def chat(
     run = opened(run_dir, step, overrides)
     state = None if state_file is None else load_reading(run, state_file)[1]
     message_ids(run.tokenizer, "", system)  # a template that cannot serve is refused before the first message
-    choose = sampling.chooser()
+    ends, choose = answer_ends(run.tokenizer), sampling.chooser()
     answers, read, wrote, seconds = [], 0, 0, 0.0
     for message in messages:
         began = time.perf_counter()
@@ -60,9 +60,7 @@ def chat(
         logits, state = read_prompt(
             run.model, torch.tensor([ids]), run.config.evaluation.prefill_tokens, state, last=run.read_last
         )
-        tokens = Returning(
-            continuation(run.model, logits, state, max_new_tokens, {run.tokenizer.eos_id}, choose, read_last=True)
-        )
+        tokens = Returning(continuation(run.model, logits, state, max_new_tokens, ends, choose, read_last=True))
         decoder = StreamDecoder(run.tokenizer, continues=True)
         answer, count = print_text(decoder, tokens, whole=True)
         logits, state = tokens.value

@@ -12,7 +12,7 @@ import torch
 
 from titans_pt.data_pipeline import StreamDecoder, Tokenizer
 from titans_pt.data_pipeline.tokenizers import ids_within
-from titans_pt.data_pipeline.tokenizers.chat import Message, ids_to_answer
+from titans_pt.data_pipeline.tokenizers.chat import Message, answer_ends, ids_to_answer
 from titans_pt.errors import UserError
 from titans_pt.evaluation.caching import read_prompt, with_caches
 from titans_pt.runs.loaded import LoadedRun, load_reading, load_run, save_reading
@@ -171,6 +171,8 @@ def generate_batch(
     run = opened(run_dir, step, overrides)
     every = [prompt if isinstance(prompt, Prompt) else Prompt(prompt) for prompt in prompts]
     asked = [prompt.ids(run.tokenizer) for prompt in every]
+    chats = any(not isinstance(prompt.given, str) for prompt in every)
+    ends = answer_ends(run.tokenizer) if chats else [run.tokenizer.eos_id]
     texts: list[str] = []
     written, began = 0, time.perf_counter()
     for first in range(0, len(asked), batch):
@@ -178,7 +180,7 @@ def generate_batch(
         ids, reset = padded([asked[row] for row in rows])
         logits, state = read_prompt(run.model, ids, run.config.evaluation.prefill_tokens, None, reset, run.read_last)
         choose = [sampling.chooser(row) for row in rows]
-        found = continuations(run.model, logits, state, max_new_tokens, {run.tokenizer.eos_id}, choose)
+        found = continuations(run.model, logits, state, max_new_tokens, ends, choose)
         for row, new in zip(rows, found, strict=True):
             decoder = StreamDecoder(run.tokenizer, continues=True)
             texts.append("".join(map(decoder.push, new)) + decoder.finish())

@@ -18,6 +18,7 @@ from titans_pt.config.checks import import_modules
 from titans_pt.config.files import validated
 from titans_pt.config.history import as_stored
 from titans_pt.data_pipeline.tokenizers import FILES, saved_tokenizer
+from titans_pt.data_pipeline.tokenizers.chat import answer_ends
 from titans_pt.errors import UserError
 from titans_pt.huggingface.card import model_card
 from titans_pt.huggingface.llama import NAMES, read_llama, source_of
@@ -60,8 +61,10 @@ def export_run(run_dir: str | Path, folder: str | Path, step: int | None = None)
     # merged into the weights.
     exact = run.config.model.model_copy(update={"vocab_size": run.tokenizer.vocab_size, "lora": None})
     run = replace(run, config=run.config.model_copy(update={"model": exact}))
+    ends = [run.tokenizer.eos_id] if run.tokenizer.chat_template is None else answer_ends(run.tokenizer)
     config = TitansConfig(
-        published(run.config), run.step, run.checkpoint_hash, run.tokenizer.sha256, eos_token_id=run.tokenizer.eos_id,
+        published(run.config), run.step, run.checkpoint_hash, run.tokenizer.sha256,
+        eos_token_id=ends if len(ends) > 1 else ends[0],
         bos_token_id=next(iter(run.tokenizer.begin), None), pad_token_id=run.tokenizer.eos_id, dtype="float32",
     )  # fmt: skip
     model = TitansForCausalLM(config)

@@ -476,6 +476,13 @@ class TitansTokenizer(PreTrainedTokenizer):
         return self._ids.get(token)
 
     def _convert_id_to_token(self, index: int) -> str:
+        """
+        Raises:
+            IndexError: an id that no token has; Python would count a negative one from the vocabulary's end.
+        """
+        if not 0 <= index < self.vocab_size:
+            raise IndexError(f"id {index}: not one of the {self.vocab_size} tokens; leave out labels of -100, "
+                             "which stand for none")  # fmt: skip
         return self.inner.names[index]
 
     def convert_tokens_to_string(self, tokens: list[str]) -> str:

@@ -151,7 +151,7 @@ class Titan(nn.Module):
         sampling.check(max_new_tokens)
         if not text and state is None:
             raise UserError(f"text: given {text!r}; allowed: some text, or none with a state")
-        return self._continued(self.read(text, state), max_new_tokens, sampling)
+        return self._continued(self.read(text, state), max_new_tokens, sampling, [self.run.tokenizer.eos_id])
 
     def chat(
         self,
@@ -185,10 +185,10 @@ class Titan(nn.Module):
             raise UserError("system: given together with a state; it begins a conversation: leave one out")
         if state is not None:
             self._check(state)
-        from titans_pt.data_pipeline.tokenizers.chat import message_ids
+        from titans_pt.data_pipeline.tokenizers.chat import answer_ends, message_ids
 
         ids = message_ids(self.run.tokenizer, message, system, first=state is None)
-        return self._continued(self._read(ids, state), max_new_tokens, sampling)
+        return self._continued(self._read(ids, state), max_new_tokens, sampling, answer_ends(self.run.tokenizer))
 
     def _read(self, ids: list[int], state: Reading | None) -> Reading:
         """Reads ``ids`` behind ``state``; returns the state after them, which ``self.state`` also is."""
@@ -202,13 +202,15 @@ class Titan(nn.Module):
         self.state = state
         return state
 
-    def _continued(self, before: Reading, max_new_tokens: int, sampling: Sampling) -> str:
-        """Text that the model generates from ``before``; ``self.state`` is the state after it."""
+    def _continued(self, before: Reading, max_new_tokens: int, sampling: Sampling, ends: list[int]) -> str:
+        """Text that the model generates from ``before``, up to one of the ids ``ends``; ``self.state`` is the state
+        after it."""
         from titans_pt.data_pipeline import StreamDecoder
 
-        stop, choose = {self.run.tokenizer.eos_id}, sampling.chooser()
         tokens = Returning(
-            continuation(self.model, before.logits, before.state, max_new_tokens, stop, choose, read_last=True)
+            continuation(
+                self.model, before.logits, before.state, max_new_tokens, ends, sampling.chooser(), read_last=True
+            )
         )
         decoder = StreamDecoder(self.run.tokenizer, continues=True, unfinished=before.unfinished)
         text = "".join(map(decoder.push, tokens))

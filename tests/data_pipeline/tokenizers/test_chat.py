@@ -1,5 +1,7 @@
 """Chats as text and as ids: which of them are answers."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 
 from tests.helpers.chats import BOS, EOS, FORGETFUL, TEMPLATE, byte_tokenizer, said
@@ -96,3 +98,13 @@ def test_no_token_spans_the_end_of_a_prompt(tmp_path, texts):
         ids, (begin, end) = encode_pieces(found, [(prompt, False), (completion, True)], spelled=False)
         assert ids[:begin] == list(found.encode(prompt)) and end == len(ids) + 1
         assert found.decode(ids) == prompt + completion
+
+
+def test_a_chat_in_one_thread_leaves_texts_of_others_alone(tokenizer):
+    found, text = tokenizer(), "a</s>" * 2000
+    expected = found.encode(text)
+    assert EOS not in expected
+    with ThreadPoolExecutor(1) as pool:
+        spelled = pool.submit(lambda: [found.encode_spelled(text) for _ in range(50)])
+        assert all(found.encode(text) == expected for _ in range(50))
+        assert all(ids.count(EOS) == 2000 for ids in spelled.result())

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.helpers.stand_ins import Characters, Scripted, copies
+from tests.helpers.stand_ins import Characters, OverLines, Scripted, copies
 from tests.helpers.untrained import untrained_run
 from titans_pt.config import Config
 from titans_pt.config.files import validated
@@ -129,6 +129,10 @@ def test_lm_evals_program_gives_a_run_settings(tmp_path, prepared):
     assert found == pytest.approx(same, rel=1e-4) and found != pytest.approx(without, rel=1e-4)
     with pytest.raises(UserError, match="checkpont: no argument of the model titans; allowed: run, checkpoint, pre"):
         commonsense.TitansLM(folder, checkpont=3)
+    with pytest.raises(UserError, match="pretrained: no argument of the model titans; allowed: run, checkpoint, pre"):
+        commonsense.TitansLM(pretrained=folder)
+    with pytest.raises(UserError, match="run: missing; name the run's folder: --model_args run=FOLDER"):
+        commonsense.TitansLM(prefill_tokens=4)
     with pytest.raises(UserError, match="evaluation.caching.last: set, but lm-eval has no prompts"):
         commonsense.TitansLM(folder, **{"evaluation.caching": {"segment": 8, "last": 2}})
 
@@ -138,6 +142,15 @@ def test_a_context_of_spaces_is_read_with_the_continuation(loaded):
     expected, _ = likelihood(loaded, [*before, *ids], 1)
     [(found, _)] = commonsense.TitansLM(loaded).loglikelihood([request("\n", " abc")])
     assert found == pytest.approx(expected, rel=1e-4)
+
+
+def test_a_continuation_that_the_contexts_last_token_takes_in_is_not_certain(loaded):
+    """lm-eval's cut leaves it no id, whose likelihood would be 1."""
+    lm = commonsense.TitansLM(loaded)
+    lm.model, lm.titans_tokenizer = Scripted(lambda text: "b"), OverLines()
+    assert lm.tok_encode("a.\n") == [ord("a"), 1]
+    found = lm.loglikelihood([request("a.", "\n"), request("a.", "b"), request("a.", "")])
+    assert found[0] == (pytest.approx(-40), False) and found[1:] == [(pytest.approx(0), True), (0, True)]
 
 
 @pytest.mark.parametrize("options, expected", [
@@ -150,6 +163,49 @@ def test_generation_ends_where_it_is_told(loaded, options, expected):
     lm = commonsense.TitansLM(loaded)
     lm.model, lm.titans_tokenizer = Scripted(lambda text: "abcdefg"[len(text) % 7]), Characters()
     assert lm.generate_until([request("xxxxxxx", options)]) == [expected]
+
+
+def test_a_control_token_among_the_stops_ends_a_text(loaded):
+    class Turns(Characters):
+        names = [*Characters.names[:-1], "<|im_end|>"]
+        pieces = [*Characters.pieces[:-1], b""]
+        chat_template = "{% for m in messages %}{{ m['content'] }}<|im_end|>{% endfor %}"
+
+        def encode_spelled(self, text):
+            return self.encode(text.replace("<|im_end|>", "\x7f"))
+
+    lm = commonsense.TitansLM(loaded)
+    lm.model, lm.titans_tokenizer = Scripted(lambda text: "abc\x7fde\x00"[len(text) - 2]), Turns()
+    until = [["<|im_end|>"], ["\n"], ["e", "<|im_end|>"], ["e"]]
+    found = lm.generate_until([request("xx", {"until": stops, "max_gen_toks": 9}) for stops in until])
+    assert found == ["abc", "abcde", "abc", "abcd"]
+    lm.chat_template(True)  # a chat's answer ends where the template closes it, whatever the task's stops are
+    assert lm.generate_until([request("xx", {"until": ["\n"], "max_gen_toks": 9})]) == ["abc"]
+
+
+@pytest.mark.parametrize("options, message", [
+    ({"top_p": 0}, "top_p: given 0; allowed: a number above 0"),
+    ({"top_k": -5}, "top_k: given -5; allowed: a whole number, at least 1"),
+    ({"temperature": -1.0}, "temperature: given -1.0; allowed"),
+    ({"min_p": 0.1}, "min_p: given 0.1; generation with the model titans has until, max_gen_toks, .*; leave it out"),
+    ({"num_beams": 10, "do_sample": False}, "num_beams: given 10; generation"),
+])  # fmt: skip
+def test_generation_options_that_cannot_be_followed_are_one_line(loaded, options, message):
+    with pytest.raises(UserError, match=message):
+        commonsense.TitansLM(loaded).generate_until([request("abc", {"do_sample": True, "max_gen_toks": 3, **options})])
+
+
+def test_words_for_no_limit_and_for_the_default(loaded):
+    """top_k=0 of transformers and -1 of vLLM; lm-eval's own example gives 0 for every option."""
+    drawn = {"do_sample": True, "max_gen_toks": 20}
+    more = [{}, {"top_k": 0}, {"top_k": -1}, {"num_beams": 1, "repetition_penalty": 1.0, "min_p": None}]
+    found = commonsense.TitansLM(loaded).generate_until([request("abc", drawn | one) for one in more])
+    assert found == [found[0]] * 4
+    greedy = {"temperature": 0, "max_gen_toks": 5}
+    found = commonsense.TitansLM(loaded).generate_until(
+        [request("abc", greedy), request("abc", greedy | {"top_k": 0, "top_p": 0})]
+    )
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("options", [{"temperature": 1.0}, {"do_sample": True}])

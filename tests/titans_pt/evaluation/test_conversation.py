@@ -6,13 +6,14 @@ import sys
 
 import pytest
 
-from tests.helpers.chats import EOS, SIZE, TEMPLATE, byte_tokenizer, said
+from tests.helpers.chats import BOS, CLOSING, EOS, SIZE, TEMPLATE, byte_tokenizer, said
 from tests.helpers.untrained import untrained_run
-from titans_pt import cli, evaluation
+from titans_pt import Titan, cli, evaluation
 from titans_pt.data_pipeline.tokenizers import load_tokenizer
 from titans_pt.data_pipeline.tokenizers.chat import chat_text
 from titans_pt.errors import UserError
 from titans_pt.evaluation import conversation
+from titans_pt.evaluation.generation import Prompt
 from titans_pt.streaming import Sampling
 
 pytest.importorskip("transformers")
@@ -31,6 +32,12 @@ def chats(tmp_path):
         return untrained_run(tmp_path / "run", tmp_path / "tokenizer", **sizes)
 
     return make
+
+
+def scripted(monkeypatch, tokenizer, *answers):
+    """Answers, each with its last id, in place of what a model would choose."""
+    ids = iter([i for text, last in answers for i in [*tokenizer.encode(text), last]])
+    monkeypatch.setattr(Sampling, "chooser", lambda *_: lambda logits: next(ids))
 
 
 @pytest.fixture
@@ -66,13 +73,26 @@ def test_a_conversation_goes_on_from_a_file(chats, tmp_path):
     assert [answer for part in parts for answer in part] == whole
 
 
-def test_an_answer_ends_before_eos(chats, read, monkeypatch):
-    monkeypatch.setattr(Sampling, "chooser", lambda *_: lambda logits: next(ids))
-    run = chats()
+@pytest.mark.parametrize(("template", "closing"), [(TEMPLATE, EOS), (CLOSING, BOS)])
+def test_an_answer_ends_where_the_template_closes_it(chats, read, monkeypatch, template, closing):
+    run, answers = chats(template), [("yes", closing), ("no", EOS)]
     tokenizer = load_tokenizer(run / "tokenizer.json")
-    ids = iter([*tokenizer.encode("yes"), EOS, *tokenizer.encode("no"), EOS])
+    scripted(monkeypatch, tokenizer, *answers)
     assert evaluation.chat(run, ["one", "two"]) == ["yes", "no"]
-    assert tokenizer.decode(read[1]) == "\nuser:two\nassistant:" and read[1][0] == EOS
+    assert tokenizer.decode(read[1]) == "\nuser:two\nassistant:" and read[1][0] == closing
+    model = Titan.from_pretrained(run)
+    scripted(monkeypatch, tokenizer, *answers)
+    assert [model.chat("one"), model.chat("two", state=model.state)] == ["yes", "no"]
+    scripted(monkeypatch, tokenizer, *answers)
+    assert evaluation.generate_batch(run, [Prompt(tuple(said("one")))]) == ["yes"]
+
+
+def test_an_exported_model_ends_its_answers_too(chats, tmp_path):
+    from titans_pt import huggingface
+
+    for template, expected in ((TEMPLATE, EOS), (CLOSING, [EOS, BOS]), (NO_SYSTEM, EOS), (None, EOS)):
+        huggingface.export_run(chats(template), tmp_path / "hf")
+        assert json.loads((tmp_path / "hf/generation_config.json").read_text())["eos_token_id"] == expected
 
 
 def test_a_system_message(chats, read):

@@ -449,6 +449,12 @@ def test_decoding_shows_control_tokens_unless_they_are_skipped(tokenizer):
     assert tokenizer.decode([]) == ""
 
 
+@pytest.mark.parametrize("label", [-100, 10**6])
+def test_an_id_without_a_token_is_not_decoded(tokenizer, label):
+    with pytest.raises(IndexError, match=f"id {label}: not one of the .* tokens; leave out labels of -100"):
+        tokenizer.decode([5, label])
+
+
 def test_new_tokens_are_refused_and_old_ones_are_not(exported, tokenizer):
     folder = exported / "hf"
     for change in (lambda: tokenizer.add_tokens(["<new>"]),
