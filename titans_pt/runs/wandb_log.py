@@ -124,11 +124,19 @@ class WandbLog:
         except Exception as error:
             self._give_up(error)
 
-    def close(self):
+    def close(self, status: int = 0):
+        """Ends W&B's run, which shows how this one ended.
+
+        Args:
+            status: exit status. 0: finished. Above 128: stopped by a signal, which W&B calls preempted; an agent of a
+                sweep starts such a run again. Others: failed.
+        """
         if self._run is None:
             return
         try:
-            self._run.finish()
+            if status > 128:
+                self._run.mark_preempting()
+            self._run.finish(exit_code=status)
         except TimeoutError:
             log.warning("W&B did not take the rest of the metrics in time; `wandb sync` sends them from %s", self._kept)
         except Exception as error:

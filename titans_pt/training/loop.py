@@ -80,7 +80,8 @@ def train(config: Config) -> int:
         trainer = Trainer(task, data, folder, ranks, signals, watch)
         stack.callback(trainer.close)
         stack.callback(watch.end)  # before W&B sends the rest, which may take minutes
-        return trainer.run()
+        trainer.status = trainer.run()
+        return trainer.status
 
 
 def _check_alike(data: TaskData, config: Config, ranks: Ranks):
@@ -159,6 +160,7 @@ class Trainer:
         self.spikes = SpikeGuard(train, state.spikes)
         self.patience = Patience(train.patience, state.best)
         self.origin = start.weights.origin if start.weights else state.origin
+        self.status = 1  # until run() returns another one
         self.loss: float | None = None
         self.validation_loss: float | None = None
         self.validation: dict[str, float] = {}
@@ -597,7 +599,7 @@ class Trainer:
         if self.metrics:
             self.metrics.close()
         if self.wandb:
-            self.wandb.close()
+            self.wandb.close(self.status)
         if self.tensorboard:
             self.tensorboard.close()
 

@@ -2,6 +2,7 @@ import builtins
 import contextlib
 import os
 import shutil
+import signal
 import socket
 import time
 from pathlib import Path
@@ -296,7 +297,7 @@ def test_a_network_that_dies_does_not_keep_a_run_from_ending(monkeypatch, tmp_pa
     class Run:
         def define_metric(self, *_, **__): ...
 
-        def finish(self):
+        def finish(self, exit_code):
             raise TimeoutError("Timed out finishing run.")
 
     def init(**named):
@@ -331,8 +332,8 @@ def test_results_of_a_trainings_evaluations_go_to_its_own_run(tiny, ranks, monke
         def log_artifact(self, artifact):
             events.append(artifact.type)
 
-        def finish(self):
-            events.append("finish")
+        def finish(self, exit_code):
+            events.append(f"finish {exit_code}")
 
     monkeypatch.setattr(wandb, "init", lambda **_: Run())
     monkeypatch.setattr(loop, "process_group", lambda timeout: contextlib.nullcontext(ranks))
@@ -340,7 +341,39 @@ def test_results_of_a_trainings_evaluations_go_to_its_own_run(tiny, ranks, monke
     path = tiny(train={"max_steps": 2, "warmup_steps": 0, "log_every": 1}, evaluation=evaluation,
                 wandb={"mode": "offline", "evaluation": True})  # fmt: skip
     assert loop.train(load_config(path)) == 0
-    assert events == ["train/loss", "evaluation", "train/loss", "evaluation", "finish"]
+    assert events == ["train/loss", "evaluation", "train/loss", "evaluation", "finish 0"]
+
+
+@pytest.mark.usefixtures("one_group")
+@pytest.mark.parametrize(("how", "ends"), [
+    ("to the end", ["finish 0"]), ("a signal", ["preempting", "finish 143"]), ("an error", ["finish 1"]),
+])  # fmt: skip
+def test_wandb_knows_how_a_run_ended(tiny, monkeypatch, how, ends):
+    """Without a status W&B calls every run finished: a sweep would not start the rest of a preempted run."""
+    events = []
+
+    class Run:
+        step = 0
+
+        def define_metric(self, *_, **__): ...
+
+        def log(self, values, step):
+            if how == "a signal":
+                signal.raise_signal(signal.SIGTERM)
+            if how == "an error":
+                raise KeyboardInterrupt
+
+        def mark_preempting(self):
+            events.append("preempting")
+
+        def finish(self, exit_code):
+            events.append(f"finish {exit_code}")
+
+    monkeypatch.setattr(wandb, "init", lambda **_: Run())
+    path = tiny(train={"max_steps": 2, "warmup_steps": 0, "log_every": 1}, wandb={"mode": "offline"})
+    with pytest.raises(KeyboardInterrupt) if how == "an error" else contextlib.nullcontext():
+        loop.train(load_config(path))
+    assert events == ends
 
 
 @pytest.mark.usefixtures("one_group")
