@@ -255,9 +255,12 @@ class Trainer:
                 self.saver.give_up()
             if self.step == self.last_step:
                 break
+            due = self.step % train.checkpoint_every == 0 or self.saver.postponed
+            if due and not train.patience:  # whose checkpoint says whether this validation is the best
+                self._save()  # first: if the validation fails, the steps up to it are not lost
             if train.eval_every and self.step % train.eval_every == 0:
                 self._validate()
-            if self.step % train.checkpoint_every == 0 or self.saver.postponed or self._is_best():
+            if due or self._is_best():
                 self._save()
             self._evaluate()
         self._finish()
@@ -348,7 +351,7 @@ class Trainer:
                 )
         else:
             self._note_skipped(loss, first_sample, step.limit if step.limit < loss < math.inf else None)
-        if step.logged:
+        if step.logged or self.step == self.first_step:  # a process's first step compiles, and measures no speed
             self._unlogged_tokens, self._unlogged_seconds = 0, 0.0
         return speed
 
