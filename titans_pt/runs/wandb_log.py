@@ -112,17 +112,26 @@ class WandbLog:
             self._give_up(error)
 
     def send(self, name: str, kind: str, folder: Path):
-        """Sends a folder's files as an artifact ``name`` of type ``kind``; W&B copies the files first."""
+        """Sends a folder's files as an artifact ``name`` of type ``kind``.
+
+        W&B copies the files first, to its folder unless WANDB_DATA_DIR names another, and removes what it has sent. Its
+        defaults are the home folder, which is often small, and a cache that keeps every file for good.
+        """
         if self._run is None:
             return
+        own = "WANDB_DATA_DIR" not in os.environ
         try:
             import wandb
 
+            os.environ.setdefault("WANDB_DATA_DIR", str(self._kept.absolute()))
             artifact = wandb.Artifact(f"{self.id}-{name}", kind)
-            artifact.add_dir(str(folder))
+            artifact.add_dir(str(folder), skip_cache=True)
             self._run.log_artifact(artifact)
         except Exception as error:
             self._give_up(error)
+        finally:
+            if own:  # another run of this process has a folder of its own
+                os.environ.pop("WANDB_DATA_DIR", None)
 
     def close(self, status: int = 0):
         """Ends W&B's run, which shows how this one ended.

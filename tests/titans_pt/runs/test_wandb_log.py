@@ -282,6 +282,22 @@ def test_an_artifact_is_kept_offline(offline, tmp_path):
         time.sleep(0.1)
 
 
+@pytest.mark.parametrize("given", [None, "theirs"])
+def test_copies_of_an_artifact_are_not_in_the_home_folder(offline, monkeypatch, tmp_path, given):
+    """It is small on many clusters; offline, every checkpoint waits there for `wandb sync`."""
+    folder, log = offline
+    if given:
+        monkeypatch.setenv("WANDB_DATA_DIR", str(tmp_path / given))
+    before = dict(os.environ)
+    (tmp_path / "checkpoint").mkdir()
+    (tmp_path / "checkpoint" / "model.safetensors").write_text("weights")
+    log.send("checkpoint", "model", tmp_path / "checkpoint")
+    assert dict(os.environ) == before
+    log.close()
+    copies = [path for path in tmp_path.rglob("artifacts/staging/*") if path.read_text() == "weights"]
+    assert [path.parent for path in copies] == [(tmp_path / given if given else folder.wandb) / "artifacts" / "staging"]
+
+
 def test_an_artifact_that_fails_is_one_warning(offline, tmp_path, caplog):
     _, log = offline
     for _ in range(2):
