@@ -157,6 +157,22 @@ def test_offline_keeps_its_files_and_its_id_in_the_run_folder(tmp_path, capfd):
     assert capfd.readouterr().out == ""
 
 
+def test_a_wandb_dir_that_cannot_be_written_to_is_a_warning_and_loses_nothing(monkeypatch, tmp_path, caplog):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path / "file"))
+    folder = RunFolder(tmp_path / "run")
+    folder.path.mkdir()
+    log = WandbLog(Config.model_validate({"wandb": {"mode": "offline"}}), folder, None)
+    log.write(1, {"loss": 1.0})
+    log.close()
+    assert list(folder.wandb.glob(f"offline-run-*{log.id}/*.wandb"))
+    monkeypatch.setenv("WANDB_DISABLED", "true")
+    WandbLog(Config(), folder, None)
+    told = [record.getMessage() for record in caplog.records if record.name == "titans_pt.runs.wandb_log"]
+    assert told == [f"WANDB_DIR: {tmp_path / 'file'} cannot be written to (it is no folder); name a folder "
+                    f"where you may write; W&B's files are in {folder.wandb}"]  # fmt: skip
+
+
 def test_wandb_disabled_may_say_no(monkeypatch):
     monkeypatch.setenv("WANDB_DISABLED", "false")
     assert resolve_mode("offline") == "offline"
