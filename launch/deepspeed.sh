@@ -4,6 +4,8 @@
 # Each line of the hostfile is "HOST slots=PROCESSES". The environment and the folder in which you start must have the same
 # path on every node.
 # TITANS_PORT  port of the first node (default 29500)
+# deepspeed passes on the variables of Python, NCCL and UCX; write others, such as WANDB_API_KEY=KEY, into .deepspeed_env
+# in the home folder or where you start.
 # After losing a process, run the same line again: it continues from the newest checkpoint.
 set -euo pipefail
 hostfile=${1:?HOSTFILE is missing}

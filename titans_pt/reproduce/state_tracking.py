@@ -40,6 +40,10 @@ CHANGES = {
     "linear-c1-half": ((*_LINEAR, *_TOKEN, "model.memory.step_bound=0.5"), "linear, C = 1, bound 0.5"),
     "linear-c1-one": ((*_LINEAR, *_REFLECT), "linear, C = 1, bound 1"),
     "linear-c1-one-still": ((*_LINEAR, *_REFLECT, *_STILL), "linear, C = 1, bound 1, no momentum"),
+    "linear-c1-one-still-hard": (
+        (*_LINEAR, *_REFLECT, *_STILL, "model.memory.gates=hard"),
+        "linear, C = 1, bound 1, no momentum, hard gates",
+    ),
     "negative-deltanet": (("model.deltanet.allow_neg_eigval=true",), "beta to 2"),
     "negative-gated_deltanet": (("model.gated_deltanet.allow_neg_eigval=true",), "beta to 2"),
     "negative-kda": (("model.kda.allow_neg_eigval=true",), "beta to 2"),
@@ -78,7 +82,7 @@ _OTHER_RATES = tuple((model, f"{change}-{rate}") for rate in ("slow", "fast") fo
     ("lmm", "c1-one"), ("lmm", "linear-c1-one-still"), ("deltanet", "negative")))  # fmt: skip
 _TWO_TOKENS = (("lmm", "linear-c1-one-two"), ("deltanet", "negative-two"))
 _PAIR = (
-    ("lmm", "linear-c1-one-still-pair"), ("lmm", "linear-c1-one-pair"), ("lmm", "c1-one-pair"), ("lmm", "pair"),
+    ("lmm", "linear-c1-one-still-pair"), ("lmm", "linear-c1-one-still-hard-pair"), ("lmm", "linear-c1-one-pair"), ("lmm", "c1-one-pair"), ("lmm", "pair"),
     ("transformer", "pair"), ("mamba2", "pair"), ("deltanet", "pair"), ("deltanet", "negative-pair"),
 )  # fmt: skip
 MODELS = {

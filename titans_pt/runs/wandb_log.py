@@ -10,7 +10,7 @@ from titans_pt.config import Config, WandbConfig
 from titans_pt.errors import UserError
 from titans_pt.runs.checkpoints import list_checkpoints
 from titans_pt.runs.folder import RunFolder
-from titans_pt.tools.files import write_text
+from titans_pt.tools.files import check_room, write_text
 
 INIT_TIMEOUT = 30.0
 """Seconds that a starting run tries to reach the server."""
@@ -50,7 +50,7 @@ class WandbLog:
         """
         self.id, self.begins = None, False
         self._run = None
-        self._kept = Path(_folder(folder)) / "wandb"
+        self._kept = folder.wandb
         self._offset: int | None = None
         if config.wandb.mode == "disabled":
             return
@@ -58,6 +58,7 @@ class WandbLog:
             mode = resolve_mode(config.wandb.mode)
             if mode == "disabled":
                 return
+            self._kept = _folder(folder) / "wandb"
             noted, place = _noted(folder.path)
             known = noted or run_id
             continued = known and not branch and not _is_copy(folder.path, noted, place)
@@ -89,7 +90,7 @@ class WandbLog:
             project=project if project != default else os.environ.get("WANDB_PROJECT") or default,
             entity=config.wandb.entity,
             name=config.wandb.name or os.environ.get("WANDB_NAME") or folder.path.resolve().name,
-            dir=_folder(folder),
+            dir=str(self._kept.parent),
             mode=mode,
             config=config.model_dump(mode="json"),
             settings=wandb.Settings(
@@ -112,23 +113,40 @@ class WandbLog:
             self._give_up(error)
 
     def send(self, name: str, kind: str, folder: Path):
-        """Sends a folder's files as an artifact ``name`` of type ``kind``; W&B copies the files first."""
+        """Sends a folder's files as an artifact ``name`` of type ``kind``.
+
+        W&B copies the files first, to its folder unless WANDB_DATA_DIR names another, and removes what it has sent. Its
+        defaults are the home folder, which is often small, and a cache that keeps every file for good.
+        """
         if self._run is None:
             return
+        own = "WANDB_DATA_DIR" not in os.environ
         try:
             import wandb
 
+            os.environ.setdefault("WANDB_DATA_DIR", str(self._kept.absolute()))
             artifact = wandb.Artifact(f"{self.id}-{name}", kind)
-            artifact.add_dir(str(folder))
+            artifact.add_dir(str(folder), skip_cache=True)
             self._run.log_artifact(artifact)
         except Exception as error:
             self._give_up(error)
+        finally:
+            if own:  # another run of this process has a folder of its own
+                os.environ.pop("WANDB_DATA_DIR", None)
 
-    def close(self):
+    def close(self, status: int = 0):
+        """Ends W&B's run, which shows how this one ended.
+
+        Args:
+            status: exit status. 0: finished. Above 128: stopped by a signal, which W&B calls preempted; an agent of a
+                sweep starts such a run again. Others: failed.
+        """
         if self._run is None:
             return
         try:
-            self._run.finish()
+            if status > 128:
+                self._run.mark_preempting()
+            self._run.finish(exit_code=status)
         except TimeoutError:
             log.warning("W&B did not take the rest of the metrics in time; `wandb sync` sends them from %s", self._kept)
         except Exception as error:
@@ -194,9 +212,18 @@ def _is_copy(folder: Path, number: str, place: str) -> bool:
         return False
 
 
-def _folder(folder: RunFolder) -> str:
-    """Parent folder of W&B's folder "wandb"."""
-    return os.environ.get("WANDB_DIR") or str(folder.path)
+def _folder(folder: RunFolder) -> Path:
+    """Parent folder of W&B's folder "wandb": WANDB_DIR, or the run's folder.
+
+    W&B itself would write to /tmp, without a word, if WANDB_DIR cannot be written to.
+    """
+    if given := os.environ.get("WANDB_DIR"):
+        try:
+            check_room(Path(given), "WANDB_DIR", folder=True)
+            return Path(given)
+        except (UserError, OSError) as error:
+            log.warning("%s; W&B's files are in %s", _line(error), folder.wandb)
+    return folder.path
 
 
 def _line(error: BaseException) -> str:

@@ -80,7 +80,8 @@ def train(config: Config) -> int:
         trainer = Trainer(task, data, folder, ranks, signals, watch)
         stack.callback(trainer.close)
         stack.callback(watch.end)  # before W&B sends the rest, which may take minutes
-        return trainer.run()
+        trainer.status = trainer.run()
+        return trainer.status
 
 
 def _check_alike(data: TaskData, config: Config, ranks: Ranks):
@@ -159,6 +160,7 @@ class Trainer:
         self.spikes = SpikeGuard(train, state.spikes)
         self.patience = Patience(train.patience, state.best)
         self.origin = start.weights.origin if start.weights else state.origin
+        self.status = 1  # until run() returns another one
         self.loss: float | None = None
         self.validation: dict[str, float] = {}
         self.validated_step: int | None = None
@@ -252,9 +254,12 @@ class Trainer:
                 self.saver.give_up()
             if self.step == self.last_step:
                 break
+            saves = self.step % train.checkpoint_every == 0 or self.saver.postponed
+            if saves and not train.patience:  # whose checkpoint says whether this validation is the best
+                self._save()  # first: if the validation fails, the steps up to it are not lost
             if self._due:
                 self._validate()
-            if self.step % train.checkpoint_every == 0 or self.saver.postponed or self._is_best():
+            if saves or self._is_best():
                 self._save()
             self._evaluate()
         self._finish()
@@ -345,7 +350,7 @@ class Trainer:
                 )
         else:
             self._note_skipped(loss, first_sample, step.limit if step.limit < loss < math.inf else None)
-        if step.logged:
+        if step.logged or self.step == self.first_step:  # a process's first step compiles, and measures no speed
             self._unlogged_tokens, self._unlogged_seconds = 0, 0.0
         return speed
 
@@ -596,7 +601,7 @@ class Trainer:
         if self.metrics:
             self.metrics.close()
         if self.wandb:
-            self.wandb.close()
+            self.wandb.close(self.status)
         if self.tensorboard:
             self.tensorboard.close()
 

@@ -18,8 +18,14 @@ from titans_pt.tools.sealed import seal, unseal
 log = logging.getLogger(__name__)
 _FIGURES = {"train": ("loss",), "validation": ("validation_loss",)}
 """Entries that a record of each kind must have, because other code reads them."""
-PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}
-"""Dense bf16 FLOP/s of known GPUs (SXM); the key is a part of the GPU's name."""
+PEAK_FLOPS = {
+    "H200 NVL": 835e12, "H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "A100": 312e12
+}  # fmt: skip
+"""Dense bf16 FLOP/s of known GPUs, SXM unless the key says otherwise.
+
+A key is a part of the GPU's name; the first that fits counts. Source: NVIDIA's data sheets, half of the figures with
+sparsity.
+"""
 
 
 class MetricsLog:
@@ -118,8 +124,10 @@ class Progress:
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Dense bf16 FLOP/s of a device, or None if unknown (CPUs, other GPUs)."""
+    """Dense bf16 FLOP/s of a device, or None if unknown (CPUs, other GPUs, parts of a GPU under MIG)."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
+    if " MIG " in name:
+        return None
     return next((peak for part, peak in PEAK_FLOPS.items() if part in name), None)

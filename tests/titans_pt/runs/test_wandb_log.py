@@ -2,6 +2,7 @@ import builtins
 import contextlib
 import os
 import shutil
+import signal
 import socket
 import time
 from pathlib import Path
@@ -156,6 +157,22 @@ def test_offline_keeps_its_files_and_its_id_in_the_run_folder(tmp_path, capfd):
     assert capfd.readouterr().out == ""
 
 
+def test_a_wandb_dir_that_cannot_be_written_to_is_a_warning_and_loses_nothing(monkeypatch, tmp_path, caplog):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path / "file"))
+    folder = RunFolder(tmp_path / "run")
+    folder.path.mkdir()
+    log = WandbLog(Config.model_validate({"wandb": {"mode": "offline"}}), folder, None)
+    log.write(1, {"loss": 1.0})
+    log.close()
+    assert list(folder.wandb.glob(f"offline-run-*{log.id}/*.wandb"))
+    monkeypatch.setenv("WANDB_DISABLED", "true")
+    WandbLog(Config(), folder, None)
+    told = [record.getMessage() for record in caplog.records if record.name == "titans_pt.runs.wandb_log"]
+    assert told == [f"WANDB_DIR: {tmp_path / 'file'} cannot be written to (it is no folder); name a folder "
+                    f"where you may write; W&B's files are in {folder.wandb}"]  # fmt: skip
+
+
 def test_wandb_disabled_may_say_no(monkeypatch):
     monkeypatch.setenv("WANDB_DISABLED", "false")
     assert resolve_mode("offline") == "offline"
@@ -281,6 +298,22 @@ def test_an_artifact_is_kept_offline(offline, tmp_path):
         time.sleep(0.1)
 
 
+@pytest.mark.parametrize("given", [None, "theirs"])
+def test_copies_of_an_artifact_are_not_in_the_home_folder(offline, monkeypatch, tmp_path, given):
+    """It is small on many clusters; offline, every checkpoint waits there for `wandb sync`."""
+    folder, log = offline
+    if given:
+        monkeypatch.setenv("WANDB_DATA_DIR", str(tmp_path / given))
+    before = dict(os.environ)
+    (tmp_path / "checkpoint").mkdir()
+    (tmp_path / "checkpoint" / "model.safetensors").write_text("weights")
+    log.send("checkpoint", "model", tmp_path / "checkpoint")
+    assert dict(os.environ) == before
+    log.close()
+    copies = [path for path in tmp_path.rglob("artifacts/staging/*") if path.read_text() == "weights"]
+    assert [path.parent for path in copies] == [(tmp_path / given if given else folder.wandb) / "artifacts" / "staging"]
+
+
 def test_an_artifact_that_fails_is_one_warning(offline, tmp_path, caplog):
     _, log = offline
     for _ in range(2):
@@ -296,7 +329,7 @@ def test_a_network_that_dies_does_not_keep_a_run_from_ending(monkeypatch, tmp_pa
     class Run:
         def define_metric(self, *_, **__): ...
 
-        def finish(self):
+        def finish(self, exit_code):
             raise TimeoutError("Timed out finishing run.")
 
     def init(**named):
@@ -331,8 +364,8 @@ def test_results_of_a_trainings_evaluations_go_to_its_own_run(tiny, ranks, monke
         def log_artifact(self, artifact):
             events.append(artifact.type)
 
-        def finish(self):
-            events.append("finish")
+        def finish(self, exit_code):
+            events.append(f"finish {exit_code}")
 
     monkeypatch.setattr(wandb, "init", lambda **_: Run())
     monkeypatch.setattr(loop, "process_group", lambda timeout: contextlib.nullcontext(ranks))
@@ -340,7 +373,39 @@ def test_results_of_a_trainings_evaluations_go_to_its_own_run(tiny, ranks, monke
     path = tiny(train={"max_steps": 2, "warmup_steps": 0, "log_every": 1}, evaluation=evaluation,
                 wandb={"mode": "offline", "evaluation": True})  # fmt: skip
     assert loop.train(load_config(path)) == 0
-    assert events == ["train/loss", "evaluation", "train/loss", "evaluation", "finish"]
+    assert events == ["train/loss", "evaluation", "train/loss", "evaluation", "finish 0"]
+
+
+@pytest.mark.usefixtures("one_group")
+@pytest.mark.parametrize(("how", "ends"), [
+    ("to the end", ["finish 0"]), ("a signal", ["preempting", "finish 143"]), ("an error", ["finish 1"]),
+])  # fmt: skip
+def test_wandb_knows_how_a_run_ended(tiny, monkeypatch, how, ends):
+    """Without a status W&B calls every run finished: a sweep would not start the rest of a preempted run."""
+    events = []
+
+    class Run:
+        step = 0
+
+        def define_metric(self, *_, **__): ...
+
+        def log(self, values, step):
+            if how == "a signal":
+                signal.raise_signal(signal.SIGTERM)
+            if how == "an error":
+                raise KeyboardInterrupt
+
+        def mark_preempting(self):
+            events.append("preempting")
+
+        def finish(self, exit_code):
+            events.append(f"finish {exit_code}")
+
+    monkeypatch.setattr(wandb, "init", lambda **_: Run())
+    path = tiny(train={"max_steps": 2, "warmup_steps": 0, "log_every": 1}, wandb={"mode": "offline"})
+    with pytest.raises(KeyboardInterrupt) if how == "an error" else contextlib.nullcontext():
+        loop.train(load_config(path))
+    assert events == ends
 
 
 @pytest.mark.usefixtures("one_group")

@@ -5,6 +5,7 @@ import math
 import os
 import re
 import shutil
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -351,3 +352,23 @@ def test_a_validation_after_a_stop_is_one_of_its_step(tiny, tmp_path, monkeypatc
         rows = read_metrics(tmp_path / name / "metrics.jsonl")
         found[name] = [(row["step"], row["validation_loss"]) for row in rows if row["kind"] == "validation"]
     assert found["whole"] == found["parts"] and [step for step, _ in found["whole"]] == [3, 6]
+
+
+def test_a_validation_that_fails_loses_no_step(run, monkeypatch):
+    def fails(trainer):
+        raise MemoryError
+
+    monkeypatch.setattr(loop.Trainer, "_validate", fails)
+    with pytest.raises(MemoryError):
+        run("train.eval_every=25", "train.checkpoint_every=25", "train.keep_last=1")
+    assert run.steps() == [25]
+
+
+def test_the_first_step_of_a_process_which_compiles_does_not_count_for_the_speed(run, monkeypatch):
+    ends = iter([0, 300, 300, 301, 301, 303, 303, 307])  # begin and end of each step, seconds
+    monkeypatch.setattr(loop, "time", SimpleNamespace(perf_counter=lambda: next(ends), monotonic=time.monotonic))
+    assert run("train.log_every=2", "train.eval_every=0", "train.stop_at=24") == 0
+    speeds = [record["tokens_per_second"] for record in read_metrics(run.folder / "metrics.jsonl")
+              if record["kind"] == "train" and record["step"] > 20]  # fmt: skip
+    tokens = checkpoints.read_state(run.folder / "checkpoints/step-00000024").config["train"]["batch_tokens"]
+    assert speeds == [tokens / 1, 2 * tokens / 6]
