@@ -401,15 +401,16 @@ def lines_of_needles(rows: dict[str, list[dict]], lengths: Sequence[int]) -> lis
 
 
 def stories() -> list[str]:
-    """A line for each model and task: answers that are right, of those asked, and nats per token of the answer."""
+    """A line for each model, seed and task: right answers, of those asked, and nats per token of the answer."""
     lines = []
-    for name, (record, *_) in of_rows("babilong", target_study("babilong", "tiny").rows).items():
-        for task in record["config"]["babilong"]["tasks"]:
-            of_task = [found["tasks"][task]["by_length"] for found in record["measured"].values()]
-            cells = {cell["length"]: cell for rows in of_task for cell in rows}
-            shown = (f"{cell['mean'] * cell['n']:.0f} of {cell['n']} ({cell['answer_nll']:.2f})" if cell else "-"
-                     for cell in map(cells.get, (4096, 16384, 65536, 1048576)))  # fmt: skip
-            lines.append(line(name, task, *shown))
+    for name, records in of_rows("babilong", target_study("babilong", "tiny").rows).items():
+        for record in records:
+            for task in record["config"]["babilong"]["tasks"]:
+                of_task = [found["tasks"][task]["by_length"] for found in record["measured"].values()]
+                cells = {cell["length"]: cell for rows in of_task for cell in rows}
+                shown = (f"{cell['mean'] * cell['n']:.0f} of {cell['n']} ({cell['answer_nll']:.2f})" if cell else "-"
+                         for cell in map(cells.get, (4096, 16384, 65536, 1048576)))  # fmt: skip
+                lines.append(line(name, str(record["seed"]), task, *shown))
     return lines
 
 
@@ -976,7 +977,7 @@ PAGES = {
         "| recall at other rates |": recalled_at_rates,
     },
     EVALUATION: {
-        "| model | task | 4,096 |": stories,
+        "| model | seed | task | 4,096 |": stories,
         "| task | 2,048 (20) |": needles_in_text,
         "| model | memory |": needles_with_states,
         "| training | minutes |": stages_of_ruler,
@@ -1121,11 +1122,24 @@ def test_what_states_are_read_as():
     assert [by[32] > 0.95 for by in last["lmm", "S3-linear-c1-one"]] == [True, True, False]
     still = [by[32] for by in last["lmm", "S3-linear-c1-one-still"]]
     assert min(still) == pytest.approx(0.773, abs=0.005) and max(still) == pytest.approx(0.992, abs=0.005)
+    pairs = {key: seeds for key, seeds in last.items() if key[1].endswith("pair")}
+    reflecting = {
+        ("lmm", f"A5-linear-c1-one{change}-pair"): n for change, n in (("", 1), ("-still", 3), ("-still-hard", 1))
+    }
+    reflecting["deltanet", "A5-negative-pair"] = 2
+    assert {key: len(seeds) for key, seeds in pairs.items() if seeds[0][32] == 1.0} == reflecting
+    assert all(by[32] == 1.0 and by[64] > 0.98 for key in reflecting for by in pairs[key])
+    assert sorted(by[128] > 0.9 for by in pairs["lmm", "A5-linear-c1-one-still-pair"]) == [False, True, True]
+    (hard,) = pairs["lmm", "A5-linear-c1-one-still-hard-pair"]
+    assert hard[128] == 1.0 and hard[512] == pytest.approx(0.37, abs=0.005)
+    assert pairs["transformer", "A5-pair"][0][32] == pytest.approx(0.11, abs=0.005)
+    chance = ("mamba2", "A5-pair"), ("deltanet", "A5-pair"), ("lmm", "A5-pair"), ("lmm", "A5-c1-one-pair")
+    assert max(by[32] for key in chance for by in pairs[key]) < 0.03
     (twice,) = last["lmm", "S3-linear-c1-one-two"]
     assert twice[32] == 1.0 and twice[64] == pytest.approx(0.98, abs=0.005) and twice[256] < 0.25
     assert 0.3 < last["lmm", "S3-c1-one"][0][32] < 0.37 and last["lmm", "S3-c1-one-still"][0][32] < 0.22
-    hard = [by[32] for key, seeds in last.items() if key[1].startswith("A5") for by in seeds]
-    assert len(hard) == 4 and max(hard) < 0.025
+    of_all = [by[32] for key, seeds in last.items() if key[1].startswith("A5") and key not in pairs for by in seeds]
+    assert len(of_all) == 4 and max(of_all) < 0.025
 
 
 def test_what_forecasts_are_read_as():

@@ -82,8 +82,8 @@ _OTHER_RATES = tuple((model, f"{change}-{rate}") for rate in ("slow", "fast") fo
     ("lmm", "c1-one"), ("lmm", "linear-c1-one-still"), ("deltanet", "negative")))  # fmt: skip
 _TWO_TOKENS = (("lmm", "linear-c1-one-two"), ("deltanet", "negative-two"))
 _PAIR = (
-    ("lmm", "linear-c1-one-still-pair"), ("lmm", "linear-c1-one-still-hard-pair"), ("lmm", "linear-c1-one-pair"), ("lmm", "c1-one-pair"), ("lmm", "pair"),
-    ("transformer", "pair"), ("mamba2", "pair"), ("deltanet", "pair"), ("deltanet", "negative-pair"),
+    ("lmm", "linear-c1-one-still-pair"), ("lmm", "linear-c1-one-still-hard-pair"), ("lmm", "linear-c1-one-pair"),
+    ("lmm", "c1-one-pair"), ("lmm", "pair"), ("transformer", "pair"), ("mamba2", "pair"), ("deltanet", "pair"), ("deltanet", "negative-pair"),
 )  # fmt: skip
 MODELS = {
     "parity": (
@@ -95,8 +95,7 @@ MODELS = {
         ("lmm", "linear-c1-one-still"), ("mac", "c1-one"), ("transformer", ""), ("mamba2", ""),
         ("deltanet", "negative"), ("gated_deltanet", "negative"), ("lmm", "c1-one-yaad"), *_LATER, *_TWO_TOKENS,
     ),
-    "A5": (("lmm", "c1-one"), ("lmm", "linear-c1-one"), ("transformer", ""), ("deltanet", "negative"),
-           *_PAIR),
+    "A5": (("lmm", "c1-one"), ("lmm", "linear-c1-one"), ("transformer", ""), ("deltanet", "negative"), *_PAIR),
 }  # fmt: skip
 
 
