@@ -83,7 +83,8 @@ _OTHER_RATES = tuple((model, f"{change}-{rate}") for rate in ("slow", "fast") fo
 _TWO_TOKENS = (("lmm", "linear-c1-one-two"), ("deltanet", "negative-two"))
 _PAIR = (
     ("lmm", "linear-c1-one-still-pair"), ("lmm", "linear-c1-one-still-hard-pair"), ("lmm", "linear-c1-one-pair"),
-    ("lmm", "c1-one-pair"), ("lmm", "pair"), ("transformer", "pair"), ("mamba2", "pair"), ("deltanet", "pair"), ("deltanet", "negative-pair"),
+    ("lmm", "c1-one-pair"), ("lmm", "pair"), ("transformer", "pair"), ("mamba2", "pair"), ("deltanet", "pair"),
+    ("deltanet", "negative-pair"),
 )  # fmt: skip
 MODELS = {
     "parity": (
