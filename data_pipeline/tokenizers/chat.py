@@ -118,10 +118,12 @@ def ids_to_answer(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[int
 
 def answer_ends(tokenizer: Tokenizer) -> list[int]:
     """Ids before which an answer ends: eos, and the control token with which the chat template closes an answer, such
-    as <|im_end|> of a model whose documents end with <|endoftext|>."""
+    as <|im_end|> of a model whose documents end with <|endoftext|>. Without a template: eos."""
+    ends, asked = [tokenizer.eos_id], {"role": "user", "content": "a question"}
+    if tokenizer.chat_template is None:
+        return ends
     from jinja2 import TemplateError  # comes with torch, which only chats need here
 
-    ends, asked = [tokenizer.eos_id], {"role": "user", "content": "a question"}
     try:
         text = chat_text(tokenizer, [asked, {"role": "assistant", "content": _ANSWER}])
     except TemplateError:  # it writes only other chats

@@ -17,6 +17,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -252,6 +253,16 @@ class TitansLM(TemplateLM):
         """
         return [self._continue(r.args[0], r.args[1], n) for r, n in zip(requests, _repetitions(requests), strict=True)]
 
+    @cached_property
+    def _answer_ends(self) -> list[int]:
+        return answer_ends(self.titans_tokenizer)
+
+    @cached_property
+    def _controls(self) -> dict[str, int]:
+        """Ids of the tokens without text, by name."""
+        tokenizer = self.titans_tokenizer
+        return {name: i for i, name in enumerate(tokenizer.names) if not tokenizer.pieces[i]}
+
     @torch.no_grad()
     def _continue(self, prompt: str, options: dict, seed: int) -> str:
         tokenizer = self.titans_tokenizer
@@ -261,9 +272,9 @@ class TitansLM(TemplateLM):
             raise UserError(f"{unread[0]}: given {options[unread[0]]!r}; generation with the model titans has "
                             f"{', '.join(_OF_A_GENERATION)}; leave it out")  # fmt: skip
         until = [stop for stop in options["until"] if stop]
-        ends = answer_ends(tokenizer) if self._chats else [self.eot_token_id]
+        ends = self._answer_ends if self._chats else [self.eot_token_id]
         # Control tokens have no text in which a stop string could be found.
-        ends += [i for i, name in enumerate(tokenizer.names) if name in until and not tokenizer.pieces[i]]
+        ends = [*ends, *(self._controls[stop] for stop in until if stop in self._controls)]
         temperature = options.get("temperature", 1.0 if options["do_sample"] else 0.0)  # 1: transformers' default
         top_k = options.get("top_k")
         all_tokens = top_k in (0, -1)  # transformers' and vLLM's words for no limit

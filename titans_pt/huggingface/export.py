@@ -61,7 +61,7 @@ def export_run(run_dir: str | Path, folder: str | Path, step: int | None = None)
     # merged into the weights.
     exact = run.config.model.model_copy(update={"vocab_size": run.tokenizer.vocab_size, "lora": None})
     run = replace(run, config=run.config.model_copy(update={"model": exact}))
-    ends = [run.tokenizer.eos_id] if run.tokenizer.chat_template is None else answer_ends(run.tokenizer)
+    ends = answer_ends(run.tokenizer)
     config = TitansConfig(
         published(run.config), run.step, run.checkpoint_hash, run.tokenizer.sha256,
         eos_token_id=ends if len(ends) > 1 else ends[0],
