@@ -6,7 +6,7 @@ from titans_pt.reproduce.measures import TRAINING, Measure
 from titans_pt.reproduce.study import Column, Row, Study
 
 LENGTHS = (32, 64, 128, 256, 512)
-STEPS = {"parity": 600, "S3": 2000, "A5": 2000, "pair": 1000}
+STEPS = {"parity": 600, "S3": 2000, "A5": 2000}
 SEEDS = {"parity": (0, 1, 2), "S3": (0, 1, 2), "A5": (0,)}
 _TOKEN = ("model.memory.chunk_size=1",)
 _REFLECT = (*_TOKEN, "model.memory.step_bound=1.0")
@@ -59,7 +59,10 @@ TRAININGS = {
     "slow": (("train.lr=2e-3",), ", half the rate"),
     "fast": (("train.lr=8e-3",), ", twice the rate"),
     "two": (_TWO, ", two tokens an element"),
-    "pair": ((*_TWO, "state_tracking.generators=pair"), ", two generators, two tokens an element"),
+    "pair": (
+        (*_TWO, "state_tracking.generators=pair", "train.max_steps=1000", "train.eval_every=50"),
+        ", two generators, two tokens an element",
+    ),
 }
 """Other trainings of the same model. two: a filler follows each element, and a memory writes twice before it is
 asked. pair: with these, two elements are read that generate the group, in place of all."""
@@ -104,10 +107,10 @@ def _row(model: str, change: str, problem: str) -> Row:
     first, _, last = change.rpartition("-")
     of_model, (trained, how) = (first, TRAININGS[last]) if last in TRAININGS else (change, ((), ""))
     words, name = CHANGES[f"{of_model}-{model}" if of_model == "negative" else of_model]
-    steps = STEPS["pair" if last == "pair" else problem]
+    steps = STEPS[problem]
     more = (f"state_tracking.problem={problem}", f"train.max_steps={steps}", f"train.eval_every={steps // 20}")
     shown = f"{problem}{name and ', ' + name}{how}"
-    return Row(model, f"{problem}-{change}" if change else problem, (*words, *trained, *more), shown)
+    return Row(model, f"{problem}-{change}" if change else problem, (*words, *more, *trained), shown)
 
 
 def state_tracking(size: str) -> Study:
