@@ -132,15 +132,14 @@ def _in_processes(job: Job, todo: list[tuple[int, Part]], processes: int, progre
     def check():
         if not failures.empty():
             raise failures.get()
-        for process in team:
-            if process.exitcode and process.exitcode < 0:
+        # each one's code is read once: a process may end between two reads
+        for code in filter(None, [process.exitcode for process in team]):
+            if code < 0:
                 raise UserError(
-                    f"titans prepare: a process was ended by signal {-process.exitcode} (9: usually "
-                    f"out of memory); run the same command again, with fewer --workers than "
-                    f"{processes}: finished parts are kept"
+                    f"titans prepare: a process was ended by signal {-code} (9: usually out of memory); run the same "
+                    f"command again, with fewer --workers than {processes}: finished parts are kept"
                 )
-            if process.exitcode:
-                raise RuntimeError("a process of titans prepare failed; its traceback is above")
+            raise RuntimeError("a process of titans prepare failed; its traceback is above")
 
     try:
         while waiting := [process.sentinel for process in team if process.is_alive()]:

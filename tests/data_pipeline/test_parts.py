@@ -249,3 +249,19 @@ def test_processes_that_are_all_killed_at_once_are_told(many, monkeypatch):
     monkeypatch.setattr(parts, "_work", _die)
     with pytest.raises(UserError, match="ended by signal 9"):
         prepare(many("data"), workers=2)
+
+
+def test_a_process_that_ends_between_two_looks_is_told(many, monkeypatch):
+    kind = multiprocessing.get_context("spawn").Process
+    real, seen = kind.exitcode.fget, set()
+
+    def exitcode(process):
+        if first := process not in seen:
+            seen.add(process)
+            process.join()
+        return None if first else real(process)
+
+    monkeypatch.setattr(kind, "exitcode", property(exitcode))
+    monkeypatch.setattr(parts, "_work", _die)
+    with pytest.raises(UserError, match="ended by signal 9"):
+        prepare(many("data"), workers=2)
