@@ -20,6 +20,8 @@ from titans_pt.tools.screen import say
 from titans_pt.tools.stacks import stacks_to
 from titans_pt.training.ranks import Ranks
 
+ANSWER = 8
+"""Intervals in which the ranks' store must answer a stalled rank, which otherwise ends by itself."""
 log = logging.getLogger(__name__)
 
 
@@ -128,7 +130,7 @@ class Watchdog:
                 asking, self._unanswered = True, 0
                 threading.Thread(target=self._ask, args=(seen,), daemon=True).start()  # the store may not answer
             self._unanswered += 1
-            if asking and self._unanswered > 8:
+            if asking and self._unanswered > ANSWER:
                 self._end(self._alone())
 
     def _ask(self, place: tuple[str, float]):

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.helpers.processes import run_forked
+from titans_pt.training import watchdog as module
 from titans_pt.training.watchdog import Watchdog
 
 SCRIPT = """
@@ -111,6 +112,7 @@ def watch(monkeypatch):
         watchdog._ended.set()
 
     monkeypatch.setattr(watchdog, "_end", end)
+    monkeypatch.setattr(module, "ANSWER", 2000)  # a busy machine may pause the thread that asks for much of a second
     thread = threading.Thread(target=watchdog._look)
     thread.start()
     yield watchdog, errors
@@ -162,10 +164,11 @@ def test_a_rank_that_moves_on_before_the_end_is_left_alone(watch, caplog):
 def test_a_rank_waits_while_another_advances(watch):
     """This happens in an evaluation in which one rank has many samples left."""
     watchdog, errors = watch
-    watchdog.at("the samples of other ranks")
     for sample in range(40):
         watchdog._store.set("1", json.dumps([f"sample {sample}", 0.0, 0.03 * sample, None, None]))
         watchdog._store.set("0", json.dumps(["the samples of other ranks", 0.03 * sample, 0.03 * sample, None, None]))
+        if not sample:
+            watchdog.at("the samples of other ranks")
         time.sleep(0.03)
     assert errors == []
     watchdog._store.set("0", json.dumps(["the samples of other ranks", 9.0, 9.0, None, None]))  # 1 is silent
@@ -199,8 +202,9 @@ def test_a_rank_ends_silently_after_the_report_of_another(watch):
     assert errors == [None]
 
 
-def test_a_store_that_does_not_answer_keeps_no_rank_from_ending(watch):
+def test_a_store_that_does_not_answer_keeps_no_rank_from_ending(monkeypatch, watch):
     watchdog, errors = watch
+    monkeypatch.setattr(module, "ANSWER", 8)
     silent = threading.Event()
     watchdog._store.add = lambda *_: silent.wait(20)
     watchdog.at("a place")
