@@ -82,9 +82,9 @@ def test_the_gpu_check_keeps_its_results_in_one_file_and_within_ten_minutes(tmp_
     variables = {"TITANS_OUT": str(tmp_path / "out"), "TITANS_PYTHON": str(fake)}
     process = subprocess.Popen(["bash", str(ROOT / "launch/gpu_check.sh"), "training"], env=os.environ | variables,
                                start_new_session=True)  # fmt: skip
-    while not (tmp_path / "out/training.log").exists():
+    written = tmp_path / "out/training.log"
+    while not (written.exists() and written.read_text()):
         time.sleep(0.05)
-    time.sleep(0.5)
     os.killpg(process.pid, signal.SIGTERM)
     process.wait(timeout=30)
     kept = subprocess.run(["tar", "-xzOf", str(tmp_path / "out.tar.gz"), "out/training.log"], capture_output=True)
