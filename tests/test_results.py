@@ -13,6 +13,7 @@ from itertools import combinations
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import numpy as np
 import pytest
 import torch
 
@@ -1033,6 +1034,26 @@ def test_what_models_of_text_are_read_as():
                and behind_by("swa", model, 1).tie for model in ("ttt_linear", "ttt_mlp"))  # fmt: skip
     assert all(not behind_by(*pair).tie for pair in (("gated_deltanet_h1", "gated_deltanet"), ("mamba", "mamba2"),
                                                      ("longhorn", "mamba2")))  # fmt: skip
+
+
+def test_what_seeds_do_is_told():
+    """docs/tiny.md: what a seed does to all models, and the variance that its intervals assume."""
+    figures = [row[0].ours.by_seed for row in found("table1")[2]]
+    table = np.array([[own[seed] for seed in range(3)] for own in figures if len(own) == 3])
+    of_seeds, models = table.mean(0) - table.mean(), len(table)
+    rest = table - table.mean(1, keepdims=True) - of_seeds
+    ratio = models * (of_seeds**2).sum() / 2 / ((rest**2).sum() / (2 * models - 2))
+    pooled = {cell.row for target in ("table1", "table5") for row in found(target)[2] for cell in row[:1]
+              if cell.ours and len(cell.ours.figures) > 1}  # fmt: skip
+    near, far = (math.sqrt(between(column).own[0]) for column in ("perplexity", "to 16K"))
+    told = " ".join(TINY.read_text().split())
+    for text in (
+        f"in the {models} models with three seeds, the mean perplexity of seed 0 is {of_seeds[0]:.1f} above that of "
+        f"all seeds, seed 2's {-of_seeds[2]:.1f} below (F = {ratio:.1f} with 2 and {2 * models - 2} degrees of freedom)",
+        f"pooled over {len(pooled)} models and variants with two or three seeds: a standard deviation of {near:.3f} "
+        f"nats at 512 tokens and {far:.3f} over 16,384",
+    ):
+        assert text in told
 
 
 def test_what_classes_of_dna_are_read_as():
