@@ -1049,7 +1049,8 @@ def test_what_seeds_do_is_told():
     told = " ".join(TINY.read_text().split())
     for text in (
         f"in the {models} models with three seeds, the mean perplexity of seed 0 is {of_seeds[0]:.1f} above that of "
-        f"all seeds, seed 2's {-of_seeds[2]:.1f} below (F = {ratio:.1f} with 2 and {2 * models - 2} degrees of freedom)",
+        f"all seeds, seed 2's {-of_seeds[2]:.1f} below (F = {ratio:.1f} with 2 and {2 * models - 2} degrees of "
+        "freedom)",
         f"pooled over {len(pooled)} models and variants with two or three seeds: a standard deviation of {near:.3f} "
         f"nats at 512 tokens and {far:.3f} over 16,384",
     ):
