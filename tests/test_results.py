@@ -11,9 +11,9 @@ from dataclasses import replace
 from functools import cache, partial
 from itertools import combinations
 from pathlib import Path
+from statistics import fmean
 from tempfile import TemporaryDirectory
 
-import numpy as np
 import pytest
 import torch
 
@@ -31,7 +31,7 @@ from titans_pt.reproduce.studies import EQUAL_TERMS
 from titans_pt.reproduce.studies import study as target_study
 from titans_pt.reproduce.study import CHANGES, MODELS, NAMES, TITANS, Column, Row, Study
 from titans_pt.reproduce.tables import Cell, behind, cells, kept_of, number, rates
-from titans_pt.tools.statistics import standard_error
+from titans_pt.tools.statistics import effects_of, standard_error
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "docs/results"
@@ -143,11 +143,16 @@ def variants(target: str) -> dict[str, list[Cell]]:
     return {row[0].row.variant: row for row in found(target)[2] if row[0].row.model == "lmm"}
 
 
-def between(column: str) -> BetweenSeeds:
-    """Variances of a column's nats between seeds, pooled over all models and variants of the studies of text."""
+def of_text(column: str) -> list[Pooled]:
+    """A column's figures of all models and variants of the studies of text."""
     rows = {cell.row: cell.ours for target in ("table1", "table5") for row in found(target)[2] for cell in row
             if cell.column.title == column and cell.ours}  # fmt: skip
-    return BetweenSeeds.of(rows.values())
+    return list(rows.values())
+
+
+def between(column: str) -> BetweenSeeds:
+    """Variances of a column's nats between seeds, pooled over :func:`of_text`."""
+    return BetweenSeeds.of(of_text(column))
 
 
 def on_same_seeds(rows: dict[str, Cell]) -> dict[str, str]:
@@ -1038,18 +1043,17 @@ def test_what_models_of_text_are_read_as():
 
 def test_what_seeds_do_is_told():
     """docs/tiny.md: what a seed does to all models, and the variance that its intervals assume."""
-    figures = [row[0].ours.by_seed for row in found("table1")[2]]
-    table = np.array([[own[seed] for seed in range(3)] for own in figures if len(own) == 3])
-    of_seeds, models = table.mean(0) - table.mean(), len(table)
-    rest = table - table.mean(1, keepdims=True) - of_seeds
-    ratio = models * (of_seeds**2).sum() / 2 / ((rest**2).sum() / (2 * models - 2))
-    pooled = {cell.row for target in ("table1", "table5") for row in found(target)[2] for cell in row[:1]
-              if cell.ours and len(cell.ours.figures) > 1}  # fmt: skip
+    three = [row[0].ours.by_seed for row in found("table1")[2] if len(row[0].ours.by_seed) == 3]
+    effects = effects_of({(seed, model): value for model, own in enumerate(three) for seed, value in own.items()})
+    of_seeds, (variance, freedom) = effects.rows, effects.variance
+    mean, models = fmean(of_seeds.values()), len(three)
+    ratio = models * sum((value - mean) ** 2 for value in of_seeds.values()) / 2 / variance
+    pooled = [figure for figure in of_text("perplexity") if len(figure.figures) > 1]
     near, far = (math.sqrt(between(column).own[0]) for column in ("perplexity", "to 16K"))
     told = " ".join(TINY.read_text().split())
     for text in (
-        f"in the {models} models with three seeds, the mean perplexity of seed 0 is {of_seeds[0]:.1f} above that of "
-        f"all seeds, seed 2's {-of_seeds[2]:.1f} below (F = {ratio:.1f} with 2 and {2 * models - 2} degrees of "
+        f"in the {models} models with three seeds, the mean perplexity of seed 0 is {of_seeds[0] - mean:.1f} above "
+        f"that of all seeds, seed 2's {mean - of_seeds[2]:.1f} below (F = {ratio:.1f} with 2 and {freedom} degrees of "
         "freedom)",
         f"pooled over {len(pooled)} models and variants with two or three seeds: a standard deviation of {near:.3f} "
         f"nats at 512 tokens and {far:.3f} over 16,384",

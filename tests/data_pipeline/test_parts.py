@@ -256,10 +256,11 @@ def test_a_process_that_ends_between_two_looks_is_told(many, monkeypatch):
     real, seen = kind.exitcode.fget, set()
 
     def exitcode(process):
-        if first := process not in seen:
-            seen.add(process)
-            process.join()
-        return None if first else real(process)
+        if process in seen:
+            return real(process)
+        seen.add(process)
+        process.join()
+        return None
 
     monkeypatch.setattr(kind, "exitcode", property(exitcode))
     monkeypatch.setattr(parts, "_work", _die)

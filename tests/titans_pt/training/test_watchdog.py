@@ -164,11 +164,15 @@ def test_a_rank_that_moves_on_before_the_end_is_left_alone(watch, caplog):
 def test_a_rank_waits_while_another_advances(watch):
     """This happens in an evaluation in which one rank has many samples left."""
     watchdog, errors = watch
-    for sample in range(40):
+
+    def tell(sample):
         watchdog._store.set("1", json.dumps([f"sample {sample}", 0.0, 0.03 * sample, None, None]))
         watchdog._store.set("0", json.dumps(["the samples of other ranks", 0.03 * sample, 0.03 * sample, None, None]))
-        if not sample:
-            watchdog.at("the samples of other ranks")
+
+    tell(0)
+    watchdog.at("the samples of other ranks")
+    for sample in range(40):
+        tell(sample)
         time.sleep(0.03)
     assert errors == []
     watchdog._store.set("0", json.dumps(["the samples of other ranks", 9.0, 9.0, None, None]))  # 1 is silent
