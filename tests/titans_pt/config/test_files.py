@@ -68,6 +68,7 @@ def test_the_resolved_tree_gives_itself_back(file):
     ("", ["model.memory.chunk_size=8192"], "model.memory.chunk_size: given 8192; at most data.seq_len=4096"),
     ("", ["model.memory.n_heads=768"], "model.memory.n_heads: given 768; at most model.d_model / 2 = 384"),
     ("", ["model.n_heads=7"], "model.n_heads: given 7; must divide model.d_model=768"),
+    ("", ["model.d_model=769"], "model.d_model: given 769; must be even: RoPE"),
     ("", ["model.attention.kv_heads=3"], "model.attention.kv_heads: given 3; must divide model.n_heads=16"),
     ("", ["model.attention.head_width=32"],
      "model.attention.head_width: given 32; must be model.d_model / model.n_heads = 48 for mac and mag, .* swa or mal"),

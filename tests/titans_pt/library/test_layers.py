@@ -162,6 +162,7 @@ def test_a_plain_loop_trains_it(kind, autocast):
         (lambda: NeuralMemory(16, n_heads=5), "n_heads: given 5; must divide d_model=16"),
         (lambda: NeuralMemory(16, depth=9), "depth: given 9; allowed: less than or equal to 4"),
         (lambda: NeuralMemory(16, rule="yad"), "rule: given 'yad'; allowed: "),
+        (lambda: MAC(37), "d_model: given 37; must be even: RoPE rotates pairs"),
         (lambda: MAC(16, segment=10), "segment: given 10; must be a multiple of chunk_size=16"),
         (lambda: LMM(16, memory={"dept": 1}), "dept: unknown key (given 1); nearest known key: depth"),
         (lambda: mixer("rmt", 16), "mixer: given 'rmt', whose layers depend on each other"),

@@ -56,6 +56,7 @@ def check_attention(config: Config, need: Need, any_width: bool = True):
     """
     width, heads, own = config.model.d_model, config.model.n_heads, config.model.attention
     if own.head_width is None:
+        need(width % 2 == 0, "model.d_model", width, "must be even: RoPE rotates pairs of numbers within a head")
         need(width % heads == 0, "model.n_heads", heads, f"must divide model.d_model={width}")
         need(
             (width // heads) % 2 == 0,
@@ -322,8 +323,8 @@ class WindowedMemoryMixer(Windowed, MemoryMixer):
 
     @classmethod
     def check(cls, config: Config, need: Need):
-        super().check(config, need)
         check_window(config, need, cls.any_width)
+        super().check(config, need)
 
 
 def build_memory(config: ModelConfig, head_width: int | None = None) -> Memory:

@@ -193,8 +193,8 @@ class MAC(MemoryMixer):
 
     @classmethod
     def check(cls, config: Config, need: Need):
-        super().check(config, need)
         check_attention(config, need, any_width=False)
+        super().check(config, need)
         need(
             config.model.memory.hierarchy is None,
             "model.memory.hierarchy",
