@@ -87,7 +87,7 @@ def runs_of(study: Study, order: Order) -> list[Run]:
     for row, seed in sorted(planned, key=lambda item: item[1]):  # stable: the study's order within a seed
         name = run_name(row, seed)
         config = _config(study, row, seed, order, name)
-        before = [run for run in runs if run.name == _before(study, row, order)]
+        before = [run for run in runs if run.name == _before(study, row, seed, order)]
         taken = measures[row.key] = measures.get(row.key) or _measures(study, config)  # the same for all seeds
         runs.append(Run(name, row.model, row.variant, config, taken, choices[row.model], tuple(before)))
     return runs
@@ -132,12 +132,13 @@ def _choice(study: Study, model: str, order: Order) -> Choice | None:
     return Choice(given, probe, plain)
 
 
-def _before(study: Study, row: Row, order: Order) -> str | None:
-    """Name of the run from whose weights a row's runs start; None without such a run."""
+def _before(study: Study, row: Row, seed: int, order: Order) -> str | None:
+    """Name of the run from whose weights a row's run of ``seed`` starts; None without such a run."""
     if not row.after:
         return None
     first = Row(row.model, row.after)
-    return run_name(first, seeds_of(study, first, order)[0])
+    trained = seeds_of(study, first, order)
+    return run_name(first, seed if seed in trained else trained[0])
 
 
 def _measures(study: Study, config: Config) -> tuple[Measure, ...]:
@@ -202,7 +203,7 @@ def _config(study: Study, row: Row, seed: int, order: Order, name: str) -> Confi
     own = (f"run.dir={order.out / 'runs' / name}", f"run.seed={seed}")
     file = order.config or study.config(row.model)
     size = equal_size(file, row.model, order.words) if order.config else ()
-    before = _before(study, row, order)
+    before = _before(study, row, seed, order)
     start = (f"train.init_from={order.out / 'runs' / before}",) if before else ()
     words = [*size, *row.settings, *start, *order.words, *own]
     config = load_config(file, words)

@@ -57,7 +57,8 @@ class Row:
     """A model, or a variant of it.
 
     words: settings of the variant; None: from VARIANTS. change: displayed name of the variant; "": from CHANGES.
-    after: variant of the same model from whose trained weights, at the first seed, this row starts.
+    after: variant of the same model from whose trained weights this row starts: those of the same seed, or of the first
+        seed if the variant has no run of the same.
     """
 
     model: str

@@ -160,6 +160,18 @@ def test_each_stage_of_rulers_needles_starts_from_the_one_before():
         assert [measure.name for measure in third.measures] == ["near", *far]
 
 
+def test_a_run_starts_from_its_own_seed_or_from_the_only_one_there_is():
+    own = {run.name: run.before for run in runs("ruler", models=["lmm"], seeds=[0, 1])}
+    starts = {name: [run.name for run in before] for name, before in own.items()}
+    assert starts == {
+        f"lmm-{stage}-s{seed}": [f"lmm-{before}-s{seed}"] if before else []
+        for stage, before in zip(STAGES, ("", *STAGES), strict=False) for seed in (0, 1)
+    }  # fmt: skip
+    genomes = {run.name: run for run in runs("table4", models=["lmm"])}
+    assert "lmm-pretrain-s1" not in genomes
+    assert [run.name for run in genomes["lmm-coding-s1"].before] == ["lmm-pretrain-s0"]
+
+
 def test_a_probe_has_a_tenth_of_the_tokens_and_its_own_schedule():
     [whole] = runs(models=["rmt"], seeds=[0])
     probe = whole.choice.probe(1e-3)
