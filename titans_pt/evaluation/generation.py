@@ -42,14 +42,14 @@ class Prompt:
 
 
 def read_prompts(path: str) -> list[Prompt]:
-    """Reads the file of ``--prompts``: one prompt a line, or .jsonl rows as task=sft trains on (prompt and completion,
+    """Reads the file of ``--prompts``: one prompt a line, or rows of JSON as task=sft trains on (prompt and completion,
     messages).
 
     Raises:
         UserError: the file is not UTF-8 or holds no text, or a row has no prompt.
     """
     lines = lines_of(read_text(path, "--prompts"))
-    if not path.lower().endswith(".jsonl"):
+    if not path.lower().endswith((".jsonl", ".ndjson", ".json")):
         found = [Prompt(line) for line in lines] if any(lines) else []
     else:
         found = [_row(line, f"--prompts: {path} line {n}") for n, line in enumerate(lines, 1) if line.strip()]

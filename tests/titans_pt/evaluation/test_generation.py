@@ -94,6 +94,12 @@ def test_rows_are_prompts_with_their_expected_texts(sentencepiece, run, tmp_path
     assert "\n1 of 2 texts are as expected" in err
 
 
+@pytest.mark.parametrize("name", ["rows.jsonl", "ROWS.NDJSON", "rows.json"])
+def test_rows_of_json_by_every_name_that_titans_prepare_reads(tmp_path, name):
+    (tmp_path / name).write_text('{"prompt": "a", "completion": "b"}\n')
+    assert generation.read_prompts(str(tmp_path / name)) == [generation.Prompt("a", "b")]
+
+
 @pytest.mark.parametrize(("row", "says"), [
     ({"prompt": None}, "its prompt or its completion is not text"),
     ({"prompt": [{"role": "user", "content": "a"}]}, "its prompt or its completion is not text"),
