@@ -470,7 +470,7 @@ def _parquet(path: Path, source: SourceConfig, start: int, stop: int | None) -> 
             if there.count(column) > 1:
                 yield Rejected(str(path), f"has {there.count(column)} columns {column!r}", "rename all but one of them")
                 return
-        columns += [source.id_column] * (source.id_column in there and source.id_column not in columns)
+        columns += [column for column in source.optional_columns if column in there and column not in columns]
         groups = range(start, file.num_row_groups if stop is None else stop)
         number = sum(file.metadata.row_group(group).num_rows for group in range(start))
         for group in groups:

@@ -88,7 +88,7 @@ def rows(source: SourceConfig, file: str, start: int, stop: int) -> Iterator[Sou
             place, first = f"{file}#{stop}/{slices}", 0
             data = data.shard(num_shards=slices, index=stop)
         if data.column_names:
-            wanted = {*source.columns, source.id_column, *source.minimum}
+            wanted = {*source.columns, *source.optional_columns, *source.minimum}
             for column in (*source.columns, *source.minimum):
                 if column not in data.column_names:
                     yield missing(place, column, source, data.column_names)

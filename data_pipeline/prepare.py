@@ -340,6 +340,8 @@ def _only_touched(manifest: dict, config: Config, text: str) -> bool:
 
 
 def _warn_of_short_streams(config: Config) -> None:
+    if config.data.marks_answers:  # task=sft packs whole documents, of any number
+        return
     for message in TokenFiles.open(config).shortages(config):
         print(f"titans prepare: warning: {one_line(message)}; titans train will refuse it", file=sys.stderr)
 

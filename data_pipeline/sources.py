@@ -19,7 +19,7 @@ from titans_pt.data_pipeline import files, stdlib
 from titans_pt.data_pipeline.files import Rejected, SourceRow, source_files
 from titans_pt.data_pipeline.indexed import IndexedDataset
 from titans_pt.data_pipeline.text import replace_surrogates, utf8, visible
-from titans_pt.data_pipeline.tokenizers.chat import Message, Piece
+from titans_pt.data_pipeline.tokenizers.chat import Message, Piece, check_tools, messages_of
 from titans_pt.errors import UserError
 from titans_pt.genomics.fasta import Unusable, records
 from titans_pt.genomics.genomes import GENOMES
@@ -259,28 +259,18 @@ def _document(row: SourceRow | Rejected, source: SourceConfig, counts: Counter) 
 
 
 def _messages(row: SourceRow, source: SourceConfig) -> tuple[Message, ...] | Rejected:
-    """The chat of a row. Entries without a value, which .parquet has for every key of any message, are left out."""
+    """The chat of a row."""
     column = source.messages_column
-    given = row.values[column]
-    if not isinstance(given, list) or not given or not all(isinstance(message, dict) for message in given):
+    try:
+        check_tools(row.values)
+    except ValueError as error:
+        return Rejected(row.where, str(error), "write them into the system message, and remove the column")
+    try:
+        return messages_of(row.values[column], of_arrow=files.unit_of_place(row.file) == "row")
+    except ValueError as error:
         return Rejected(
-            f"{row.where}, column {column!r}",
-            "holds no list of messages, which are objects with role and content",
-            "set messages_column to the one that holds the chat",
+            f"{row.where}, column {column!r}", str(error), "repair the row, or set messages_column to the chat's column"
         )
-    messages = tuple({key: _clean(value) for key, value in each.items() if value is not None} for each in given)
-    for number, message in enumerate(messages):
-        if not isinstance(message.get("role"), str) or not isinstance(message.get("content", ""), str):
-            return Rejected(
-                f"{row.where}, column {column!r}, message {number}",
-                "its role or its content is not text",
-                "repair or remove the row",
-            )
-    return messages
-
-
-def _clean(value: object) -> object:
-    return replace_surrogates(value) if isinstance(value, str) else value
 
 
 def _name(value: object) -> str:

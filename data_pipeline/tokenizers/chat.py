@@ -1,9 +1,11 @@
 """Chats as text, by a tokenizer's chat template."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from titans_pt.config.data import TOOLS
+from titans_pt.data_pipeline.text import replace_surrogates
 from titans_pt.data_pipeline.tokenizers.base import Tokenizer
 from titans_pt.errors import UserError
 from titans_pt.tools.extras import needed
@@ -14,6 +16,42 @@ Piece = tuple[str, bool]
 """A stretch of a document's text, and whether it is an answer."""
 _ANSWER = "an earlier answer"
 """Stands for an earlier answer where the text of the next message alone is wanted."""
+
+
+def messages_of(given: object, of_arrow: bool = False) -> tuple[Message, ...]:
+    """The messages of a row, without keys that have no value.
+
+    Args:
+        of_arrow: whether the row comes from a table of Arrow, where an object has every key of any row's object. Keys
+            without a value are then left out inside messages too, such as arguments of other functions.
+
+    Raises:
+        ValueError: not a list of messages.
+    """
+    if not isinstance(given, list) or not given or not all(isinstance(message, dict) for message in given):
+        raise ValueError("holds no list of messages, which are objects with role and content")
+    messages = tuple({key: _valued(value) if of_arrow else value for key, value in message.items() if value is not None}
+                     for message in given)  # fmt: skip
+    for number, message in enumerate(messages):
+        if not isinstance(message.get("role"), str) or not isinstance(message.get("content", ""), str):
+            raise ValueError(f"message {number}: its role or its content is not text")
+    return messages
+
+
+def check_tools(row: Mapping[str, object]) -> None:
+    """
+    Raises:
+        ValueError: beside its chat, the row describes functions, which other trainers give to the chat template.
+    """
+    if row.get(TOOLS):
+        raise ValueError(f"the column {TOOLS!r} describes functions, which are not given to the chat template here")
+
+
+def _valued(value: Any) -> Any:
+    """A value without keys that have no value."""
+    if isinstance(value, dict):
+        return {key: _valued(each) for key, each in value.items() if each is not None}
+    return [_valued(each) for each in value] if isinstance(value, list) else value
 
 
 def chat_text(
@@ -43,7 +81,7 @@ def chat_text(
         [list(messages)], chat_template=tokenizer.chat_template, add_generation_prompt=answer_next,
         continue_final_message=open_end, **names,
     )  # fmt: skip
-    return texts[0]
+    return replace_surrogates(texts[0])
 
 
 def chat_documents(tokenizer: Tokenizer, messages: Sequence[Message], last_only: bool = False) -> list[list[Piece]]:

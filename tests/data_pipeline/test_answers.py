@@ -136,6 +136,48 @@ def test_columns_have_any_names_and_parquet_is_read(given_rows, tmp_path):
     assert told(config)["user:2?$\nassistant:2!$\n$"] == ["2!$"]
 
 
+CALLS = [
+    {"messages": [{"role": "user", "content": "go"}, {"role": "assistant", "call": {"name": name, "arguments": given}}]}
+    for name, given in [("add", {"a": 1, "b": 2}), ("sing", {"song": None}), ("draw", {"of": [{"x": 1}, {"y": 2}]})]
+]
+CALLING = TEMPLATE.replace("m['content']", "m['content'] or m['call'] | tojson")
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_a_call_has_its_own_arguments_alone(given_rows, tmp_path, kind):
+    """A table's objects have the keys of all rows, without a value where a row has none."""
+    pytest.importorskip("transformers")
+    path = tmp_path / f"calls.{kind}"
+    if kind == "parquet":
+        parquet.write_table(pyarrow.Table.from_pylist(CALLS), path)
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in CALLS))
+    config = given_rows(([], {"format": "messages", "path": str(path)}))
+    byte_tokenizer(tmp_path / "tokenizer", CALLING)
+    prepare(config)
+    song = '"song": null' if kind == "jsonl" else ""  # a table cannot tell a null from a key that is not there
+    assert sorted(answer for (answer,) in told(config).values()) == [
+        '{"name": "add", "arguments": {"a": 1, "b": 2}}$',
+        '{"name": "draw", "arguments": {"of": [{"x": 1}, {"y": 2}]}}$',
+        f'{{"name": "sing", "arguments": {{{song}}}}}$',
+    ]
+
+
+def test_a_lone_surrogate_inside_a_call(given_rows, tmp_path):
+    pytest.importorskip("transformers")
+    call = {"role": "assistant", "call": {"\ud800": "\udfff"}}
+    config = given_rows(([*CHATS, {"messages": [*said("go"), call]}], {"format": "messages"}))
+    byte_tokenizer(tmp_path / "tokenizer", CALLING)
+    prepare(config)
+    mark = "\ufffd".encode().decode("ascii", "replace")  # a token for each of its bytes
+    assert [f'{{"{mark}": "{mark}"}}$'] in told(config).values()
+
+
+def test_chats_need_no_sample_of_training_length(given_rows, capsys):
+    prepare(given_rows((PAIRS[:10], {"format": "prompt-completion"}), seq_len=4096))
+    assert "titans train will refuse it" not in capsys.readouterr().err
+
+
 def test_plain_text_beside_answers_is_all_answer(given_rows):
     texts = make_texts(20)
     plain = [{"text": text} for text in texts]
@@ -162,6 +204,8 @@ def test_the_files_are_the_same_for_any_number_of_processes(given_rows, tmp_path
      "column 'prompt': holds a list, not text; set prompt_column to the one that holds the prompt"),
     ({"format": "messages"}, {"messages": "a"}, "column 'messages': holds no list of messages"),
     ({"format": "messages"}, {"messages": [{"role": "user", "content": ["a"]}]}, "message 0: its role or its content"),
+    ({"format": "messages"}, {"messages": said("a", "b"), "tools": [{"name": "add"}]},
+     "rows0.jsonl:4: the column 'tools' describes functions, .* write them into the system message"),
     ({"format": "messages"}, {"messages": said("a")},
      r"cannot be written \(no message of role assistant\); repair .* or write the prompts .*format=prompt-completion"),
 ])  # fmt: skip

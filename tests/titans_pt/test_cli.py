@@ -381,10 +381,11 @@ def test_streams_that_a_shell_has_closed(tmp_path):
     assert int(number) > 2 and streams == ["/dev/null"] * 3
 
 
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])  # the latter in the locale C
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
-def test_output_in_any_encoding(encoding, monkeypatch):
+def test_output_in_any_encoding(encoding, errors, monkeypatch):
     written = io.BytesIO()
-    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(written, encoding=encoding))
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(written, encoding=encoding, errors=errors))
     usable_streams()
     print("caf\u00e9 \u4e2d \udce9", flush=True)  # the last: a byte of a file name that is not UTF-8
     shown = {"ascii": "caf\\xe9 \\u4e2d", "latin-1": "caf\u00e9 \\u4e2d", "utf-8": "caf\u00e9 \u4e2d"}[encoding]

@@ -7,6 +7,7 @@ from typing import Any
 import click
 
 from titans_pt.commands._arguments import FILE, PATH, checkpoint_step, overrides, run_folder, sampling, whole
+from titans_pt.errors import UserError
 
 SECTION = "evaluate"
 WRITES = "--save-state"
@@ -43,7 +44,10 @@ def chat(
 def _lines() -> Iterator[str]:
     """The user's messages: lines of standard input that hold text. A terminal shows a prompt, and edits lines."""
     if not sys.stdin.isatty():
-        yield from filter(str.strip, (line.rstrip("\r\n") for line in sys.stdin))
+        try:
+            yield from filter(str.strip, (line.rstrip("\r\n") for line in sys.stdin))
+        except UnicodeDecodeError as error:
+            raise UserError(f"standard input: not {error.encoding.upper()} ({error.reason}); convert it") from None
         return
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  input() then edits lines and calls earlier ones back

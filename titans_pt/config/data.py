@@ -16,6 +16,8 @@ _OF_FORMAT = {
     "messages": ("messages_column", "answers"),
 }
 """Format of a source -> the settings that only this format uses."""
+TOOLS = "tools"
+"""Column beside a chat in which other trainers expect the functions that the chat template describes."""
 
 
 class SourceConfig(Section):
@@ -116,6 +118,11 @@ class SourceConfig(Section):
     def columns(self) -> tuple[str, ...]:
         """Columns that every row has."""
         return tuple(getattr(self, key) for key in _OF_FORMAT[self.format] if key.endswith("_column"))
+
+    @property
+    def optional_columns(self) -> tuple[str, ...]:
+        """Columns that are read from rows that have them: the document's id, and the tools of a chat."""
+        return (self.id_column, TOOLS) if self.format == "messages" else (self.id_column,)
 
     def setting_of(self, column: str) -> str:
         """Name of the setting that gives a column of ``columns``."""

@@ -12,7 +12,7 @@ import torch
 
 from titans_pt.data_pipeline import StreamDecoder, Tokenizer
 from titans_pt.data_pipeline.tokenizers import ids_within
-from titans_pt.data_pipeline.tokenizers.chat import Message, answer_ends, ids_to_answer
+from titans_pt.data_pipeline.tokenizers.chat import Message, answer_ends, check_tools, ids_to_answer, messages_of
 from titans_pt.errors import UserError
 from titans_pt.evaluation.caching import read_prompt, with_caches
 from titans_pt.runs.loaded import LoadedRun, load_reading, load_run, save_reading
@@ -42,14 +42,14 @@ class Prompt:
 
 
 def read_prompts(path: str) -> list[Prompt]:
-    """Reads the file of ``--prompts``: one prompt a line, or .jsonl rows as task=sft trains on (prompt and completion,
+    """Reads the file of ``--prompts``: one prompt a line, or rows of JSON as task=sft trains on (prompt and completion,
     messages).
 
     Raises:
         UserError: the file is not UTF-8 or holds no text, or a row has no prompt.
     """
     lines = lines_of(read_text(path, "--prompts"))
-    if not path.lower().endswith(".jsonl"):
+    if not path.lower().endswith((".jsonl", ".ndjson", ".json")):
         found = [Prompt(line) for line in lines] if any(lines) else []
     else:
         found = [_row(line, f"--prompts: {path} line {n}") for n, line in enumerate(lines, 1) if line.strip()]
@@ -66,13 +66,16 @@ def _row(line: str, where: str) -> Prompt:
         if not isinstance(row, dict):
             raise ValueError("no object")
         if "messages" in row:
-            *before, last = row["messages"]
+            check_tools(row)
+            *before, last = messages_of(row["messages"])
             if last["role"] == "assistant":
-                return Prompt(tuple(before), str(last["content"]))
+                return Prompt(tuple(before), last.get("content"))
             return Prompt((*before, last))
-        completion = row.get("completion")
-        return Prompt(str(row["prompt"]), None if completion is None else str(completion))
-    except (ValueError, LookupError, TypeError, RecursionError) as error:
+        prompt, completion = row["prompt"], row.get("completion")
+        if not isinstance(prompt, str) or not isinstance(completion, str | None):
+            raise ValueError("its prompt or its completion is not text")
+        return Prompt(prompt, completion)
+    except (ValueError, LookupError, RecursionError) as error:
         raise UserError(f"{where}: no row with prompt, or with messages that have role and content ({error!r}); repair "
                         "or remove it") from None  # fmt: skip
 

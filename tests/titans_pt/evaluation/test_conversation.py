@@ -111,6 +111,14 @@ def test_templates_that_cannot_serve_are_one_line(chats, template, options, says
         evaluation.chat(chats(template), ["one", "two"], max_new_tokens=1, **options)
 
 
+def test_messages_in_another_encoding_are_one_line(chats, monkeypatch, capsys):
+    run = chats()
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"one\ncaf\xe9\ntwo\n"), encoding="utf-8"))
+    assert cli.run(["chat", str(run)]) == 2
+    told = "titans: error: standard input: not UTF-8 (invalid continuation byte); convert it"
+    assert told in capsys.readouterr().err
+
+
 def test_every_line_of_standard_input_is_a_message(chats, tmp_path, monkeypatch, capsys):
     run = chats()
     monkeypatch.setattr(sys, "stdin", io.StringIO("one\n\n  \ntwo\n"))

@@ -6,6 +6,7 @@ import json
 import pytest
 import torch
 
+from tests.helpers.chats import said
 from tests.helpers.mixers import small_model
 from tests.helpers.stand_ins import Recurrent, Scripted
 from titans_pt import cli, evaluation, streaming
@@ -91,6 +92,28 @@ def test_rows_are_prompts_with_their_expected_texts(sentencepiece, run, tmp_path
     assert [line["text"] for line in lines] == found and found[0] == right
     assert [line.get("expected") for line in lines] == [f" {right}\n", "b", None]
     assert "\n1 of 2 texts are as expected" in err
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "ROWS.NDJSON", "rows.json"])
+def test_rows_of_json_by_every_name_that_titans_prepare_reads(tmp_path, name):
+    (tmp_path / name).write_text('{"prompt": "a", "completion": "b"}\n')
+    assert generation.read_prompts(str(tmp_path / name)) == [generation.Prompt("a", "b")]
+
+
+@pytest.mark.parametrize(("row", "says"), [
+    ({"prompt": None}, "its prompt or its completion is not text"),
+    ({"prompt": [{"role": "user", "content": "a"}]}, "its prompt or its completion is not text"),
+    ({"prompt": "a", "completion": 4}, "its prompt or its completion is not text"),
+    ({"messages": [{"role": "user", "content": ["a"]}]}, "message 0: its role or its content is not text"),
+    ({"messages": said("a"), "tools": [{"name": "add"}]}, "'tools' describes functions"),
+    ({"messages": []}, "no list of messages"),
+    ([], "no object"),
+])  # fmt: skip
+def test_rows_that_training_would_refuse_are_no_prompts(tmp_path, row, says):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "a"}\n' + json.dumps(row))
+    with pytest.raises(UserError, match=rf"^--prompts: {path} line 2: .*{says}"):
+        generation.read_prompts(str(path))
 
 
 def new_text(run, ids, count, state=None):
