@@ -48,8 +48,15 @@ class Unusable:
 
 def is_fasta(path: Path) -> bool:
     """Whether a file's name is that of a FASTA file."""
-    stem, last = os.path.splitext(path.name.lower())
-    return (os.path.splitext(stem)[1] if last in _OPEN and last else last) in SUFFIXES
+    return split_name(path)[1] in SUFFIXES
+
+
+def split_name(path: Path) -> tuple[str, str]:
+    """A file's name without its suffix, and the suffix in lower case; a compression's suffix behind it is dropped."""
+    stem, suffix = os.path.splitext(path.name)
+    if suffix and suffix.lower() in _OPEN:
+        stem, suffix = os.path.splitext(stem)
+    return stem, suffix.lower()
 
 
 def records(path: Path) -> Iterator[Record | Unusable]:

@@ -14,7 +14,7 @@ import numpy as np
 
 from titans_pt.errors import UserError
 from titans_pt.genomics.alphabet import CODES, ONLY_LETTERS, READ, reverse_complement
-from titans_pt.genomics.fasta import ALLOWED, Record, Unusable, is_fasta, records
+from titans_pt.genomics.fasta import ALLOWED, Record, Unusable, is_fasta, records, split_name
 
 INTERVALS = ("id", "region", "start", "end", "strand")
 """Columns of an interval file: half-open, counted from 0."""
@@ -121,7 +121,7 @@ def _split(folder: Path, split: str, given: str, letters: dict[str, int]) -> dic
                       for piece in _pieces(file, letters)]  # fmt: skip
         else:
             pieces = list(_pieces(path, letters))
-        found.setdefault(path.name.partition(".")[0], []).extend(pieces)
+        found.setdefault(path.name if path.is_dir() else split_name(path)[0], []).extend(pieces)
     if not found:
         raise UserError(f"{given}; its {split}/ has no class; name a folder with {_LAYOUTS}")
     return found

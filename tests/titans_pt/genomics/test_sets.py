@@ -66,6 +66,17 @@ def test_sequences_as_they_stand(tmp_path):
         assert found.test.labels.tolist() == [0, 0, 1]
 
 
+def test_dots_are_part_of_a_class(tmp_path):
+    for split in ("train", "test"):
+        for name in ("H3K4.v1.fa", "H3K4.v2.FA.GZ", "H3K4.v3/0.txt"):
+            path = tmp_path / split / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(
+                gzip.compress(b">x\nAC") if name.endswith("GZ") else b"AC" if name.endswith("txt") else b">x\nAC"
+            )
+    assert read_set(tmp_path, None).classes == ("H3K4.v1", "H3K4.v2", "H3K4.v3")
+
+
 def test_tables_of_any_program(tmp_path):
     """Spreadsheets write a byte order mark and other line ends; a sequence may be longer than Python's csv allows."""
     for text in ("\ufefflabel,sequence\ra,ACGT\rb,GG\r", "label,sequence\r\na,ACGT\r\n\r\nb,GG\r\n",
