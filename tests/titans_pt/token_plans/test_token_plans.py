@@ -252,9 +252,26 @@ class Plain(torch.nn.Module):
         return -y, state
 
 
+class Packed(torch.Tensor):
+    """A weight that is stored in another form, such as torchao's: a tensor without memory of its own."""
+
+    @staticmethod
+    def __new__(cls, weight):
+        return torch.Tensor._make_wrapper_subclass(cls, weight.shape, dtype=weight.dtype)
+
+    def __init__(self, weight):
+        self.halved = weight / 2
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, arguments=(), named=None):
+        whole = [2 * a.halved if isinstance(a, Packed) else a for a in arguments]
+        result = function(*whole, **(named or {}))
+        return Packed(result) if function is torch.ops.aten.detach.default else result
+
+
 @torch.no_grad()
 @pytest.mark.parametrize(
-    "change", ["mixer", "norm", "linear", "bias", "mlp", "projection", "forward", "adapter", "layout"]
+    "change", ["mixer", "norm", "linear", "bias", "mlp", "projection", "forward", "adapter", "layout", "kind"]
 )
 def test_what_stands_in_another_place_is_not_passed_by(change, taken):
     model = small(*FORMS["lmm"], layers=1)
@@ -279,6 +296,8 @@ def test_what_stands_in_another_place_is_not_passed_by(change, taken):
         block.mixer.gate.parametrizations.weight.original0.data *= 2
     elif change == "layout":
         block.mixer.memory.q.conv.weight.data = block.mixer.memory.q.conv.weight.data.t().contiguous().t()
+    elif change == "kind":
+        block.mixer.out.weight = torch.nn.Parameter(Packed(block.mixer.out.weight.detach()), requires_grad=False)
     else:
         block.mlp = type("Own", (SwiGLU,), {"forward": lambda self, x: self.down(self.up(x))})(16, 24).double()
     taken.clear()
