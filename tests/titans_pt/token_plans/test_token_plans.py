@@ -9,6 +9,7 @@ import weakref
 import pytest
 import torch
 
+from tests.helpers.packed import Packed
 from titans_pt.config import MemoryConfig, ModelConfig
 from titans_pt.huggingface.modeling import MODELING
 from titans_pt.huggingface.source import source_files
@@ -250,23 +251,6 @@ class Plain(torch.nn.Module):
     def forward(self, x, state=None, documents=None):
         y, state = self.inner(x, state, documents)
         return -y, state
-
-
-class Packed(torch.Tensor):
-    """A weight that is stored in another form, such as torchao's: a tensor without memory of its own."""
-
-    @staticmethod
-    def __new__(cls, weight):
-        return torch.Tensor._make_wrapper_subclass(cls, weight.shape, dtype=weight.dtype)
-
-    def __init__(self, weight):
-        self.halved = weight / 2
-
-    @classmethod
-    def __torch_dispatch__(cls, function, types, arguments=(), named=None):
-        whole = [2 * a.halved if isinstance(a, Packed) else a for a in arguments]
-        result = function(*whole, **(named or {}))
-        return Packed(result) if function is torch.ops.aten.detach.default else result
 
 
 @torch.no_grad()
