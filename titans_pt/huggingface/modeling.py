@@ -74,7 +74,8 @@ class TitansConfig(PreTrainedConfig):
         self.use_cache = use_cache
         model = self.model
         self.vocab_size, self.hidden_size, self.num_hidden_layers = model.vocab_size, model.d_model, model.n_layers
-        super().__init__(**{**others, "tie_word_embeddings": model.tie_embeddings})
+        others = {name: value for name, value in others.items() if name not in _SETTINGS}  # config.json's copies
+        super().__init__(**others, tie_word_embeddings=model.tie_embeddings)
 
     def __setattr__(self, name: str, value: Any):
         """Change the setting if its name of transformers is changed, as ``from_pretrained(DIR, num_hidden_layers=1)``
