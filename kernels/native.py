@@ -30,14 +30,17 @@ REALS = {torch.float32: ["-DREAL=float"], torch.float64: ["-DREAL=double", "-DRE
 
 
 PLAIN = (Tensor, torch.nn.Parameter)
+"""Classes of tensors whose memory C can read."""
 
 
-def unserved(source: Path, x: Tensor) -> str | None:
-    """Reason why ``source`` does not serve tensors of ``x``'s device, kind and dtype; None if it does."""
+def unserved(source: Path, x: Tensor, *weights: Tensor | None) -> str | None:
+    """Reason why ``source`` does not serve tensors of ``x``'s device and dtype, or reads no tensors of these classes;
+    None if it serves."""
     if x.device.type != "cpu":
         return f"tensors are on {x.device.type}"
-    if type(x) not in PLAIN:
-        return f"{type(x).__name__} may have no memory of its own"  # FakeTensor, for example
+    for tensor in (x, *weights):
+        if tensor is not None and type(tensor) not in PLAIN:
+            return f"{type(tensor).__name__} may have no memory of its own"  # FakeTensor, DTensor, torchao's weights
     if x.dtype not in REALS:
         return f"{x.dtype} is neither float32 nor float64"
     if reason := transformed():

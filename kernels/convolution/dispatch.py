@@ -45,7 +45,7 @@ def short_convolution(
     compiling = torch.compiler.is_compiling()
     fits = not compiling and weight.shape[1] <= MAX_WIDTH and x.dtype == weight.dtype
     fits = fits and x.device == past.device == weight.device  # C takes addresses as they are
-    if fits and native.unserved(SOURCE, x) is None:
+    if fits and native.unserved(SOURCE, x, weight, bias) is None:
         tensors = _ready(x, past, weight, bias, reach)
         if not torch.is_grad_enabled():
             return _forward(tensors, silu, unit)

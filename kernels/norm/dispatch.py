@@ -24,16 +24,16 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     x: (..., D), any float dtype. weight: (D,).
     """
     compiling = torch.compiler.is_compiling()
-    if not compiling and x.dtype == weight.dtype and x.device == weight.device and unserved(x) is None:
+    if not compiling and x.dtype == weight.dtype and x.device == weight.device and unserved(x, weight) is None:
         if not torch.is_grad_enabled():
             return _forward(x.contiguous(), weight.contiguous(), eps)
         return _Norm.apply(x.contiguous(), weight.contiguous(), eps)
     return F.rms_norm(x, weight.shape, weight, eps)
 
 
-def unserved(x: Tensor) -> str | None:
-    """Reason why :func:`prepared` does not serve tensors of ``x``'s device and dtype; None if it does."""
-    return native.unserved(SOURCE, x)
+def unserved(x: Tensor, weight: Tensor | None = None) -> str | None:
+    """Reason why :func:`prepared` does not serve ``x``'s device and dtype, or the weight's class; None if it does."""
+    return native.unserved(SOURCE, x, weight)
 
 
 def prepared(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Callable[[], object]]:

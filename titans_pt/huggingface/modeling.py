@@ -39,6 +39,9 @@ _UNSERVED = {
     "cache_params": "the past is called state here; pass state=",
 }
 """Arguments of other models -> what to do instead. None and False, which wrappers pass on, are ignored."""
+_SETTINGS = {"vocab_size": "vocab_size", "hidden_size": "d_model", "num_hidden_layers": "n_layers",
+             "tie_word_embeddings": "tie_embeddings"}  # fmt: skip
+"""transformers' name of a setting -> its name in the model section."""
 
 
 class TitansConfig(PreTrainedConfig):
@@ -71,7 +74,16 @@ class TitansConfig(PreTrainedConfig):
         self.use_cache = use_cache
         model = self.model
         self.vocab_size, self.hidden_size, self.num_hidden_layers = model.vocab_size, model.d_model, model.n_layers
-        super().__init__(**{**others, "tie_word_embeddings": model.tie_embeddings})
+        others = {name: value for name, value in others.items() if name not in _SETTINGS}  # config.json's copies
+        super().__init__(**others, tie_word_embeddings=model.tie_embeddings)
+
+    def __setattr__(self, name: str, value: Any):
+        """Change the setting if its name of transformers is changed, as ``from_pretrained(DIR, num_hidden_layers=1)``
+        does: the model is built from the settings."""
+        changed = name in _SETTINGS and vars(self).get(name, value) != value
+        super().__setattr__(name, value)
+        if changed:
+            self.settings = self.settings | {"model": self.settings["model"] | {_SETTINGS[name]: value}}
 
     @property
     def model(self) -> ModelConfig:
@@ -184,8 +196,6 @@ class TitansForCausalLM(PreTrainedModel, GenerationMixin):
     def resize_token_embeddings(self, *sizes: Any, **options: Any):
         embedding = super().resize_token_embeddings(*sizes, **options)
         self.model.tokens = embedding.num_embeddings
-        settings = self.config.settings
-        self.config.settings = settings | {"model": settings["model"] | {"vocab_size": embedding.num_embeddings}}
         return embedding
 
     def forward(

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
+from titans_pt.kernels.native import PLAIN
 from titans_pt.kernels.one_token import Map, Maps, unserved
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -79,10 +80,13 @@ class _Plans:
         return _has_any_global_hook() or any(before or after or "forward" in own for own, after, before in self._called)
 
     def like(self, x: Tensor) -> bool:
-        """Whether a plan can read the weights in place, in x's dtype, and is the fastest path."""
+        """Whether a plan can read the weights in place, in x's dtype, and is the fastest path.
+
+        Tensors of other classes, such as torchao's quantised weights, have no memory of their own.
+        """
         weights = [p for _, _, p, _ in self._parameters]
         few = torch.get_num_threads() == 1 or len(x) * sum(p.numel() for p in weights) <= MOST_FOR_ONE_THREAD
-        return few and all(p.dtype == x.dtype and p.is_contiguous() for p in weights)
+        return few and all(type(p) in PLAIN and p.dtype == x.dtype and p.is_contiguous() for p in weights)
 
 
 _plans: WeakKeyDictionary[nn.Module, dict[tuple, _Plans]] = WeakKeyDictionary()

@@ -5,6 +5,7 @@ import ctypes
 import pytest
 import torch
 
+from tests.helpers.packed import Packed
 from titans_pt.kernels import native
 from titans_pt.kernels.convolution import dispatch, short_convolution
 
@@ -95,3 +96,12 @@ def test_threads_share_the_channels(monkeypatch, dtype, groups):
             return int(short_convolution(x, past, weight).sum())
 
     assert [channels_of(group) for group in range(len(groups))] == groups
+
+
+def test_a_bias_without_memory_of_its_own():
+    """C read its address of 0 as no bias."""
+    x, past, weight, bias = torch.randn(2, 5, 6), torch.randn(2, 3, 6), torch.randn(6, 4), torch.randn(6)
+    with torch.no_grad():
+        expected = short_convolution(x, past, weight, bias)
+        torch.testing.assert_close(short_convolution(x, past, weight, Packed(bias)), expected)
+        torch.testing.assert_close(short_convolution(x, past, Packed(weight), bias), expected)

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.helpers.packed import Packed
 from titans_pt.kernels import native
 from titans_pt.kernels.norm import dispatch, rms_norm
 
@@ -45,3 +46,9 @@ def test_a_weight_on_another_device_is_no_address():
     x, weight = torch.randn(2, 8), torch.ones(8, device="meta")
     with torch.no_grad(), pytest.raises((RuntimeError, ValueError, NotImplementedError)):
         assert not rms_norm(x, weight, 1e-6).is_meta
+
+
+def test_a_weight_without_memory_of_its_own():
+    x, weight = torch.randn(3, 8), torch.randn(8)
+    with torch.no_grad():
+        torch.testing.assert_close(rms_norm(x, Packed(weight), 1e-3), rms_norm(x, weight, 1e-3))

@@ -11,6 +11,7 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -26,6 +27,7 @@ from tests.helpers.untrained import untrained_run
 from titans_pt import huggingface
 from titans_pt.errors import UserError
 from titans_pt.layers.state import tensors
+from titans_pt.runs.loaded import load_run
 
 
 def log_p(model, ids, prompt: int):
@@ -331,6 +333,31 @@ def test_resized_embeddings_are_saved_and_loaded(tmp_path, prepared, ids, tied):
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "larger")
     check_same(again, model, ids)
     assert again.config.vocab_size == 320
+
+
+def test_transformers_names_of_settings_change_the_model(exported):
+    """In ``from_pretrained``, and in the config of a model without weights."""
+    untied = AutoModelForCausalLM.from_pretrained(exported / "hf", tie_word_embeddings=False)
+    assert untied.get_output_embeddings().weight is not untied.get_input_embeddings().weight
+    shorter = AutoModelForCausalLM.from_pretrained(exported / "hf", num_hidden_layers=1)
+    assert len(shorter.model.blocks) == 1
+    with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
+        AutoModelForCausalLM.from_pretrained(exported / "hf", vocab_size=300)
+    shorter.config.num_hidden_layers = 3
+    assert len(AutoModelForCausalLM.from_config(shorter.config).model.blocks) == 3
+
+
+def test_a_head_that_was_untied_stays_so(fresh, tokenizer, ids, tmp_path):
+    """As peft leaves a model that it merged with modules_to_save."""
+    fresh.config.tie_word_embeddings = False
+    fresh.get_output_embeddings().weight = nn.Parameter(2 * fresh.get_output_embeddings().weight.detach())
+    fresh.save_pretrained(tmp_path / "hf")
+    tokenizer.save_pretrained(tmp_path / "hf")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    check_same(again, fresh, ids)
+    assert not again.config.tie_word_embeddings
+    huggingface.import_run(tmp_path / "hf", tmp_path / "run")
+    torch.testing.assert_close(load_run(tmp_path / "run").model(ids)[0], fresh(ids).logits)
 
 
 # ----- saving and loading

@@ -3,9 +3,15 @@
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
-from transformers import AutoModelForCausalLM, DataCollatorForLanguageModeling, Trainer, TrainingArguments
+from transformers import (
+    AutoModelForCausalLM,
+    DataCollatorForLanguageModeling,
+    DataCollatorForSeq2Seq,
+    Trainer,
+    TrainingArguments,
+)
 
-from titans_pt import huggingface
+from titans_pt import huggingface, parameter_groups
 from titans_pt.runs.loaded import load_run
 
 pytest.importorskip("accelerate")
@@ -101,3 +107,20 @@ def test_adapters(exported, fresh, ids):
     assert torch.equal(*found)
     plain = AutoModelForCausalLM.from_pretrained(exported / "hf").generate(ids, max_new_tokens=6, do_sample=False)
     assert not torch.equal(found[0], plain)
+
+
+def test_rows_with_labels_teach_where_texts_end(tokenizer, hub):
+    """DataCollatorForLanguageModeling leaves out eos, which is also the padding (docs/export.md)."""
+    eos = tokenizer.eos_token_id
+    rows = [{"input_ids": (ids := [*tokenizer(text)["input_ids"], eos]), "labels": ids} for text in TEXTS]
+    batch = DataCollatorForSeq2Seq(tokenizer)(rows)
+    assert bool((batch["labels"][:, -1] == eos).all())
+    assert hub(**batch).loss.isfinite()
+    plain = DataCollatorForLanguageModeling(tokenizer, mlm=False)([{"input_ids": row["input_ids"]} for row in rows])
+    assert not bool((plain["labels"] == eos).any())
+
+
+def test_parameter_groups_keep_the_memorys_start_from_decay(hub):
+    decayed = {id(p) for group in parameter_groups(hub, 0.1) if group["weight_decay"] for p in group["params"]}
+    starts = [p for name, p in hub.named_parameters() if ".network." in name]
+    assert starts and decayed and not any(id(p) in decayed for p in starts)

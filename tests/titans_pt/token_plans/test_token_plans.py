@@ -9,6 +9,7 @@ import weakref
 import pytest
 import torch
 
+from tests.helpers.packed import Packed
 from titans_pt.config import MemoryConfig, ModelConfig
 from titans_pt.huggingface.modeling import MODELING
 from titans_pt.huggingface.source import source_files
@@ -254,7 +255,7 @@ class Plain(torch.nn.Module):
 
 @torch.no_grad()
 @pytest.mark.parametrize(
-    "change", ["mixer", "norm", "linear", "bias", "mlp", "projection", "forward", "adapter", "layout"]
+    "change", ["mixer", "norm", "linear", "bias", "mlp", "projection", "forward", "adapter", "layout", "kind"]
 )
 def test_what_stands_in_another_place_is_not_passed_by(change, taken):
     model = small(*FORMS["lmm"], layers=1)
@@ -279,6 +280,8 @@ def test_what_stands_in_another_place_is_not_passed_by(change, taken):
         block.mixer.gate.parametrizations.weight.original0.data *= 2
     elif change == "layout":
         block.mixer.memory.q.conv.weight.data = block.mixer.memory.q.conv.weight.data.t().contiguous().t()
+    elif change == "kind":
+        block.mixer.out.weight = torch.nn.Parameter(Packed(block.mixer.out.weight.detach()), requires_grad=False)
     else:
         block.mlp = type("Own", (SwiGLU,), {"forward": lambda self, x: self.down(self.up(x))})(16, 24).double()
     taken.clear()
