@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from titans_pt.errors import UserError
-from titans_pt.layers.state import fork
+from titans_pt.layers.state import fork, state_bytes
 from titans_pt.models.language_model import LanguageModelState
 from titans_pt.streaming import Returning, Sampling, best_device, continuation, prefill
 from titans_pt.tools.extras import needed
@@ -37,6 +37,9 @@ class Reading:
     _run: "LoadedRun"
     unfinished: bytes = b""
     """Bytes of a character that the last token left incomplete: the text generated next begins with them."""
+
+    def __repr__(self) -> str:
+        return f"Reading(state of {state_bytes(self.state) / 2**20:.2f} MiB)"  # a notebook shows what a cell ends with
 
     def fork(self) -> "Reading":
         """A copy that shares no tensor with this one."""
@@ -75,12 +78,18 @@ class Titan(nn.Module):
             precision: "bf16" or "fp32"; None: as ``titans generate`` chooses.
 
         Raises:
-            UserError: ``path`` is none of these, or damaged; titans-pt[text] is not installed.
+            UserError: ``path`` is none of these, or damaged; this machine has no such device; titans-pt[text] is not
+                installed.
         """
         if precision not in (None, "bf16", "fp32"):
             raise UserError(f"precision: given {precision!r}; allowed: 'bf16', 'fp32'")
+        try:
+            there = torch.empty(0, device=device or best_device()).device
+        except (RuntimeError, AssertionError) as error:
+            reason = str(error).partition("\n")[0].rstrip(".")
+            raise UserError(f"device: given {str(device)!r}: {reason}; leave it out for {best_device()}") from None
         with needed("Titan.from_pretrained"):
-            return cls(_loaded(Path(path).expanduser(), device or best_device(), precision))
+            return cls(_loaded(Path(path).expanduser(), there, precision))
 
     def forward(self, ids: Tensor, state: Any = None) -> tuple[Tensor, Any]:
         """ids (B, T) int64 -> logits (B, T, V), and the state after the last token, for the call with the next ids.

@@ -1,5 +1,7 @@
 """A trained model from Python: the places it is loaded from, the text it writes, and its state as a value."""
 
+import re
+
 import pytest
 import torch
 
@@ -120,6 +122,11 @@ def test_errors(run, model, prepared, tmp_path):
         Titan.from_pretrained(tmp_path)
     with pytest.raises(UserError, match="precision: given 'fp8'; allowed: 'bf16', 'fp32'"):
         Titan.from_pretrained(run, precision="fp8")
+    for device in ("gpu", "cuda:99"):
+        with pytest.raises(UserError, match=f"^device: given '{device}': .*; leave it out for c") as error:
+            Titan.from_pretrained(run, device=device)
+        assert "\n" not in str(error.value)
+    assert re.fullmatch(r"Reading\(state of [0-9.]+ MiB\)", repr(model.read("some")))
     with pytest.raises(UserError, match="text: given ''; allowed"):
         model.generate("")
     with pytest.raises(UserError, match="temperature: given -1"):
