@@ -495,7 +495,7 @@ def stages_of_ruler() -> list[str]:
 
 def models_after_stages() -> list[str]:
     """A line for each stage and model: needles found, of those asked for, and nats per token of the answer. The LMM's
-    answers are those of the other tables."""
+    answers of seed 0 are those of the other tables."""
     tasks, pairs = NEEDLES[:2], [RULER_LENGTHS[n : n + 2] for n in (0, 2, 4)]
     stages: dict[tuple[str, str], dict[str, list[dict]]] = {
         (stage, NAMES["lmm"]): {
@@ -504,10 +504,10 @@ def models_after_stages() -> list[str]:
         }
         for stage in "123"
     }
-    others = [row for row in target_study("ruler", "tiny").rows if row.model != "lmm"]
-    for record, *_ in of_rows("ruler", others).values():
+    for record in (each for own in of_rows("ruler", target_study("ruler", "tiny").rows).values() for each in own):
         measured = [record["measured"][name]["tasks"] for name in ("near", "long") if name in record["measured"]]
-        stages[record["variant"].removeprefix("stage-"), NAMES[record["model"]]] = {
+        name = NAMES[record["model"]] + (f", seed {record['seed']}" if record["seed"] else "")
+        stages[record["variant"].removeprefix("stage-"), name] = {
             task: [row for of_task in measured for row in of_task[task]["by_length"]] for task in tasks
         }
     lines = []
