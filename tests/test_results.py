@@ -425,10 +425,12 @@ def answers_of_ruler() -> list[dict]:
     return list(map(json.loads, (RESULTS / "ruler/needles.jsonl").read_text().splitlines()))
 
 
-def of_ruler(stage: str, cachings: Sequence[str | None], task: str, lengths: Sequence[int]) -> list[dict]:
+def of_ruler(
+    stage: str, cachings: Sequence[str | None], task: str, lengths: Sequence[int], seed: int = 0
+) -> list[dict]:
     """Answers of configs/ruler's model after a stage, read with these caches."""
     return [row for row in answers_of_ruler() if row["stage"] == stage and row["caching"] in cachings
-            and row["task"] == task and row["length"] in lengths]  # fmt: skip
+            and row["task"] == task and row["length"] in lengths and row.get("seed", 0) == seed]  # fmt: skip
 
 
 def percent_found(rows: list[dict]) -> str:
@@ -458,23 +460,25 @@ def needles_in_text() -> list[str]:
 
 CHANGED = "{shares: change, fresh: true, segment: 1024, slots: 128, last: 64}"
 MANY = "{segment: 1024, slots: N, last: 64}"
-STATES_READ: tuple[tuple[str, str, Sequence[str | None]], ...] = (
-    ("3", "as trained", [None]),
-    ("3", f"`{CHANGED}`", [CHANGED]),
-    ("4", f"`{MANY}`", [MANY.replace("N", slots) for slots in ("16", "128", "1024")]),
+EACH_LENGTH = [MANY.replace("N", slots) for slots in ("16", "128", "1024")]
+STATES_READ: tuple[tuple[str, int, str, Sequence[str | None]], ...] = (
+    ("3", 0, "as trained", [None]),
+    ("3", 0, f"`{CHANGED}`", [CHANGED]),
+    ("4", 0, f"`{MANY}`", EACH_LENGTH),
+    ("4", 1, f"`{MANY}`", EACH_LENGTH),
 )
-"""Stage, memory as docs/evaluation.md names it, and its caches."""
+"""Stage, seed, memory as docs/evaluation.md names it, and its caches."""
 
 
 def needles_with_states() -> list[str]:
     lines = []
-    for stage, memory, cachings in STATES_READ:
+    for stage, seed, memory, cachings in STATES_READ:
         cells = []
         for lengths in (RULER_LENGTHS[2:4], RULER_LENGTHS[4:6], RULER_LENGTHS[6:]):
-            rows = of_ruler(stage, cachings, "niah_single_2", lengths)
+            rows = of_ruler(stage, cachings, "niah_single_2", lengths, seed)
             right, nats = (sum(row[key] for row in rows) for key in ("score", "answer_nll"))
             cells.append(needle_cell(right, len(rows), nats, 3))
-        lines.append(line(f"stage {stage}", memory, *cells))
+        lines.append(line(f"stage {stage}" + (f", seed {seed}" if seed else ""), memory, *cells))
     return lines
 
 
