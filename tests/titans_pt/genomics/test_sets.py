@@ -67,13 +67,10 @@ def test_sequences_as_they_stand(tmp_path):
 
 
 def test_dots_are_part_of_a_class(tmp_path):
-    for split in ("train", "test"):
-        for name in ("H3K4.v1.fa", "H3K4.v2.FA.GZ", "H3K4.v3/0.txt"):
-            path = tmp_path / split / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(
-                gzip.compress(b">x\nAC") if name.endswith("GZ") else b"AC" if name.endswith("txt") else b">x\nAC"
-            )
+    files = {"H3K4.v1.fa": b">x\nAC", "H3K4.v2.FA.GZ": gzip.compress(b">x\nAC"), "H3K4.v3/0.txt": b"AC"}
+    for path, content in ((tmp_path / split / name, files[name]) for split in ("train", "test") for name in files):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
     assert read_set(tmp_path, None).classes == ("H3K4.v1", "H3K4.v2", "H3K4.v3")
 
 
