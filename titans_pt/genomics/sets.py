@@ -117,11 +117,10 @@ def _split(folder: Path, split: str, given: str, letters: dict[str, int]) -> dic
         if path.name.startswith("."):
             continue
         if path.is_dir():
-            pieces = [piece for file in sorted(path.iterdir()) if not file.name.startswith(".")
-                      for piece in _pieces(file, letters)]  # fmt: skip
+            name, files = path.name, [file for file in sorted(path.iterdir()) if not file.name.startswith(".")]
         else:
-            pieces = list(_pieces(path, letters))
-        found.setdefault(path.name if path.is_dir() else split_name(path)[0], []).extend(pieces)
+            name, files = split_name(path)[0], [path]
+        found.setdefault(name, []).extend(piece for file in files for piece in _pieces(file, letters))
     if not found:
         raise UserError(f"{given}; its {split}/ has no class; name a folder with {_LAYOUTS}")
     return found
