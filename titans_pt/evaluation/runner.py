@@ -23,7 +23,7 @@ from titans_pt.errors import UserError
 from titans_pt.evaluation.caching import check_without_prompts, with_caches
 from titans_pt.runs.folder import RunFolder
 from titans_pt.runs.loaded import LoadedRun, load_run
-from titans_pt.runs.wandb_log import WandbLog
+from titans_pt.runs.wandb_log import send_results
 from titans_pt.streaming import best_device
 from titans_pt.tasks import Task
 from titans_pt.tasks.base import backbone_of
@@ -176,9 +176,7 @@ def _summarise(
         if send is not None:
             send(*results)
         else:
-            wandb = WandbLog(run.config, run.results, None)
-            wandb.send(*results)
-            wandb.close()
+            send_results(run.config, run.folder, run.results, *results)
     return whole
 
 

@@ -103,6 +103,14 @@ class RunFolder:
             sign(file)
             yield self
 
+    def in_use(self) -> bool:
+        """Whether a process holds the lock, such as a training at work. On a file system without locks: False."""
+        try:
+            with (self.path / ".lock").open() as file:  # closing it releases the shared lock
+                return not take(file.fileno(), self.path, "a training at work here is not noticed", shared=True)
+        except OSError:  # there is no such file, or it belongs to someone else
+            return False
+
     def holder(self) -> str:
         """The text that names the process which holds the lock, or held it last; "" if it cannot be read."""
         try:

@@ -42,14 +42,19 @@ class WandbLog:
         begins: whether the id is new, and W&B has no records of the run yet.
     """
 
-    def __init__(self, config: Config, folder: RunFolder, run_id: str | None, branch: bool = False):
+    def __init__(
+        self, config: Config, folder: RunFolder, run_id: str | None, branch: bool = False, guest: bool = False
+    ):
         """
         Args:
             run_id: id in the resumed checkpoint, used if the run folder has none; None makes a new id.
             branch: whether the run goes back to an earlier step on purpose; W&B then gets a new run.
+            guest: whether another process logs to the W&B run at the same time. This one then does not end it, and
+                leaves its settings, files and system metrics alone.
         """
         self.id, self.begins = None, False
         self._run = None
+        self._guest = guest
         self._kept = folder.wandb
         self._offset: int | None = None
         if config.wandb.mode == "disabled":
@@ -82,7 +87,9 @@ class WandbLog:
     def _init(self, config: Config, folder: RunFolder, mode: Any) -> Any:  # wandb refuses modes that it does not know
         import wandb
 
-        limit = {} if os.environ.get("WANDB_FINISH_TIMEOUT") else {"finish_timeout": FINISH_TIMEOUT}
+        own: dict[str, Any] = {} if os.environ.get("WANDB_FINISH_TIMEOUT") else {"finish_timeout": FINISH_TIMEOUT}
+        if self._guest:
+            own |= {"x_primary": False, "x_update_finish_state": False, "x_disable_stats": True}
         project, default = config.wandb.project, WandbConfig().project
         run = wandb.init(
             id=self.id,
@@ -92,9 +99,9 @@ class WandbLog:
             name=config.wandb.name or os.environ.get("WANDB_NAME") or folder.path.resolve().name,
             dir=str(self._kept.parent),
             mode=mode,
-            config=config.model_dump(mode="json"),
+            config=None if self._guest else config.model_dump(mode="json"),
             settings=wandb.Settings(
-                silent=True, console="off", init_timeout=INIT_TIMEOUT, finish_timeout_raises=True, **limit
+                silent=True, console="off", init_timeout=INIT_TIMEOUT, finish_timeout_raises=True, **own
             ),
         )
         run.define_metric("step", hidden=True)
@@ -155,6 +162,19 @@ class WandbLog:
     def _give_up(self, error: BaseException):
         self._run = None
         log.warning("W&B is off for the rest of this run (wandb.mode=disabled avoids this): %s", _line(error))
+
+
+def send_results(config: Config, trained: RunFolder, results: RunFolder, name: str, kind: str, folder: Path):
+    """Sends ``folder`` as an artifact to the W&B run of the training in ``trained``, which may still be at work.
+
+    Args:
+        results: folder of the process that evaluates, often ``trained`` itself; gets W&B's files.
+        name, kind: see :meth:`WandbLog.send`.
+    """
+    run_id, _ = _noted(trained.path)
+    log = WandbLog(config, results, run_id or None, guest=trained.in_use())
+    log.send(name, kind, folder)
+    log.close()
 
 
 def check_sweep(folder: RunFolder):

@@ -14,7 +14,7 @@ from titans_pt.config import Config
 from titans_pt.config.files import load_config
 from titans_pt.errors import UserError
 from titans_pt.runs.folder import RunFolder
-from titans_pt.runs.wandb_log import FINISH_TIMEOUT, WandbLog, resolve_mode
+from titans_pt.runs.wandb_log import FINISH_TIMEOUT, WandbLog, resolve_mode, send_results
 from titans_pt.training import loop
 
 
@@ -195,7 +195,7 @@ def server(monkeypatch):
             if step >= max(self.history, default=0):
                 self.history.setdefault(step, {}).update(values)
 
-        def finish(self):
+        def finish(self, exit_code):
             assert self.axes["*"] == "step"
 
     def init(id, **settings):
@@ -374,6 +374,29 @@ def test_results_of_a_trainings_evaluations_go_to_its_own_run(tiny, ranks, monke
                 wandb={"mode": "offline", "evaluation": True})  # fmt: skip
     assert loop.train(load_config(path)) == 0
     assert events == ["train/loss", "evaluation", "train/loss", "evaluation", "finish 0"]
+
+
+@pytest.mark.parametrize("at_work", [True, False])
+def test_results_of_an_evaluation_job_do_not_end_the_trainings_run(tmp_path, server, monkeypatch, at_work):
+    """W&B showed a training as finished, while it went on, once a job beside it had sent its results."""
+    _, asked = server
+    sent = []
+    monkeypatch.setattr(WandbLog, "send", lambda log, *what: sent.append((log.id, *what)))
+    config = Config.model_validate({"wandb": {"mode": "offline"}})
+    trained, out = RunFolder(tmp_path / "run"), RunFolder(tmp_path / "out")
+    out.path.mkdir()
+    with trained.lock() if at_work else contextlib.nullcontext():
+        trained.path.mkdir(exist_ok=True)
+        training = WandbLog(config, trained, None)
+        for results in (trained, out):
+            send_results(config, trained, results, "evaluation", "evaluation", tmp_path)
+    training.close()
+    assert sent == [(training.id, "evaluation", "evaluation", tmp_path)] * 2
+    first, *jobs = asked
+    assert first["config"] and first["settings"].x_update_finish_state
+    for job in jobs:
+        assert (job["id"], job["settings"].x_update_finish_state) == (training.id, not at_work)
+        assert bool(job["config"]) is not at_work
 
 
 @pytest.mark.usefixtures("one_group")
