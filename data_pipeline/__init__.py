@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from titans_pt.data_pipeline.indexed import IndexedDataset, IndexedWriter, document_begins
+    from titans_pt.data_pipeline.kinds import Document
     from titans_pt.data_pipeline.loader import Loader
     from titans_pt.data_pipeline.packing import Mixture, PackedSamples, TokenFiles
-    from titans_pt.data_pipeline.sources import Document, documents
+    from titans_pt.data_pipeline.sources import documents
     from titans_pt.data_pipeline.tokenizers import (
         StreamDecoder,
         Tokenizer,
@@ -40,9 +41,10 @@ __all__ = [
 
 _HOMES = {
     "indexed": ("IndexedDataset", "IndexedWriter", "document_begins"),
+    "kinds": ("Document",),
     "loader": ("Loader",),
     "packing": ("Mixture", "PackedSamples", "TokenFiles"),
-    "sources": ("Document", "documents"),
+    "sources": ("documents",),
     "tokenizers": ("StreamDecoder", "Tokenizer", "load_tokenizer", "saved_tokenizer", "train_tokenizer"),
 }
 """Module -> the names that this package exports from it."""

@@ -23,7 +23,6 @@ from pyarrow import parquet
 from titans_pt.config import SourceConfig
 from titans_pt.data_pipeline.text import one_line, replace_surrogates
 from titans_pt.errors import UserError
-from titans_pt.genomics import fasta
 
 
 def _zstd(path: Path, _mode: str) -> io.BufferedReader:
@@ -89,7 +88,7 @@ class SourceRow:
 
 @dataclass(frozen=True)
 class Listing:
-    """Files under the path of a kind=files source.
+    """Files under the path of a source.
 
     Attributes:
         files: the files to read, in reading order, including unreadable ones (:func:`obstacle`).
@@ -100,19 +99,23 @@ class Listing:
     ignored: list[str]
 
 
-def listing(source: SourceConfig) -> Listing:
-    """Lists the files of a kind=files or fasta source. Links to folders are followed; hidden folders are not entered.
+def listing(
+    source: SourceConfig,
+    reads: Callable[[Path, bool], bool],
+    allowed: str,
+    advice: Callable[[list[str]], str] = lambda names: "",
+) -> Listing:
+    """Lists the files under the path of a source. Links to folders are followed; hidden folders are not entered.
+
+    Args:
+        reads: called with (path, whether it is the source's own); whether its suffix is one of those that are read.
+        allowed: the suffixes that are read, for messages.
+        advice: called with the names that are not read if no file is; the end of the message.
 
     Raises:
         UserError: the path does not exist, or holds no file with a known suffix.
     """
     given, root = f"data.sources: path={source.path!r}", Path(source.location)
-    of_fasta = source.kind == "fasta"
-    allowed = fasta.ALLOWED if of_fasta else ALLOWED
-
-    def read(path: Path, named: bool = False) -> bool:
-        return fasta.is_fasta(path) if of_fasta else _format(path, named) is not None
-
     try:
         mode = os.stat(root).st_mode
     except (OSError, ValueError) as error:  # ValueError: a NUL byte
@@ -122,28 +125,23 @@ def listing(source: SourceConfig) -> Listing:
     if not stat.S_ISDIR(mode):
         if not stat.S_ISREG(mode):
             raise UserError(f"{given}: a pipe or device, which cannot be read twice; write what it gives to a file")
-        if not read(root, named=True):
-            raise UserError(f"{given}: no usable file; allowed are {allowed}{_other_kind(source, [root.name])}")
+        if not reads(root, True):
+            raise UserError(f"{given}: no usable file; allowed are {allowed}{advice([root.name])}")
         return Listing([root], [])
     found, ignored = [], []
     for path, folder in _walk(root, tuple(map(_identity, root.resolve().parents))):
         name = path.relative_to(root).as_posix()
         if path.name.startswith("."):
             ignored.append(name + "/" * folder)
-        elif read(path) or folder or os.path.islink(path) and not os.path.exists(path):
+        elif reads(path, False) or folder or os.path.islink(path) and not os.path.exists(path):
             found.append((name, path))
         else:
             ignored.append(name)
     ignored.sort(key=lambda name: (name.startswith(".") or "/." in name, name))  # hidden ones last
     if not found:
         beside = f" (there are: {abridged(ignored)})" if ignored else " (it is empty)"
-        raise UserError(f"{given}: no usable file{beside}; allowed are {allowed}{_other_kind(source, ignored)}")
+        raise UserError(f"{given}: no usable file{beside}; allowed are {allowed}{advice(ignored)}")
     return Listing([path for _, path in sorted(found)], ignored)
-
-
-def source_files(source: SourceConfig) -> list[Path]:
-    """The files of :func:`listing`, with its errors."""
-    return listing(source).files
 
 
 def abridged(names: list[str], count: int | None = None, most: int = 8) -> str:
@@ -152,10 +150,8 @@ def abridged(names: list[str], count: int | None = None, most: int = 8) -> str:
     return ", ".join(map(one_line, names[:most])) + (f" and {more:,} more" if more > 0 else "")
 
 
-def _other_kind(source: SourceConfig, names: list[str]) -> str:
+def other_kind(names: list[str]) -> str:
     """Advice on text files that kind=hub reads; empty without such files."""
-    if source.kind != "files":
-        return ""
     found = sorted({os.path.splitext(name.lower())[1] for name in names} & {*_OF_DATASETS})
     return f"; for {' and '.join(found)} set kind=hub and path to the folder" if found else ""
 
@@ -209,6 +205,11 @@ def _format(path: Path, named: bool = False) -> tuple[str, str] | None:
     return (kind, compression) if kind in (".txt", ".jsonl") or (kind, compression) == (".parquet", "") else None
 
 
+def is_text(path: Path, named: bool) -> bool:
+    """Whether kind=files reads a file of this name; ``named`` as for :func:`_format`."""
+    return _format(path, named) is not None
+
+
 def unit_of_place(file: str) -> str:
     """Return the unit of a :class:`SourceRow`'s number in this file: "byte" (.jsonl, .txt; of the uncompressed text) or
     "row"."""
@@ -242,11 +243,6 @@ def obstacle(path: Path) -> Rejected | None:
     if not stat.S_ISREG(mode):
         return Rejected(str(path), "a pipe or device, not a file", "write what it gives to a file, or remove it")
     return None
-
-
-def obstacles(source: SourceConfig) -> Iterator[Rejected]:
-    """Yields each :func:`obstacle` under the path of a kind=files source."""
-    return filter(None, map(obstacle, source_files(source)))
 
 
 def pieces(path: Path, source: SourceConfig, target: int) -> Iterator[tuple[int, int | None, int]]:

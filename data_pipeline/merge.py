@@ -18,8 +18,9 @@ from tqdm import tqdm
 from titans_pt.data_pipeline import near_duplicates
 from titans_pt.data_pipeline.files import arrow_file
 from titans_pt.data_pipeline.indexed import IndexedWriter, token_dtype
+from titans_pt.data_pipeline.kinds import LETTER
 from titans_pt.data_pipeline.parts import ROW_GROUP, part_path, read_summary
-from titans_pt.data_pipeline.sources import LETTER, Part
+from titans_pt.data_pipeline.sources import Part
 from titans_pt.errors import UserError
 from titans_pt.tools.tensor_files import sha256
 

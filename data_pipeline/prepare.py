@@ -28,6 +28,7 @@ from titans_pt.config import Config, DataConfig
 from titans_pt.data_pipeline import files, sources
 from titans_pt.data_pipeline.files import Rejected
 from titans_pt.data_pipeline.indexed import IndexedDataset
+from titans_pt.data_pipeline.kinds import Document, of_source
 from titans_pt.data_pipeline.manifest import (
     FORMAT,
     MANIFEST,
@@ -51,7 +52,6 @@ from titans_pt.data_pipeline.parts import (
     write_json,
     write_parts,
 )
-from titans_pt.data_pipeline.sources import Document
 from titans_pt.data_pipeline.text import one_line, utf8
 from titans_pt.data_pipeline.tokenizers import (
     FILES,
@@ -427,8 +427,7 @@ def _ignored(data: DataConfig) -> dict:
     names = [
         utf8(os.path.join(source.location, name))
         for source in data.every_source
-        if source.kind in ("files", "fasta")
-        for name in files.listing(source).ignored
+        for name in of_source(source).listing().ignored
     ]
     return {"count": len(names), "files": names[:_NAMED]}
 
@@ -509,11 +508,7 @@ def _check_apart(config: Config, folder: Path) -> None:
     here = folder.resolve()
     for section in ("sources", "validation_sources"):
         for n, source in enumerate(getattr(config.data, section)):
-            if source.path is None or source.kind not in ("files", "fasta", "indexed"):
-                continue
-            path = Path(source.path).resolve()
-            inside = path.parent == here if source.kind == "indexed" else path.is_dir() and here.is_relative_to(path)
-            if inside:
+            if of_source(source).contains(here):
                 raise UserError(
                     f"data.dir: given {folder}, which is in data.{section}.{n}.path={source.path}: titans prepare "
                     "would replace files there, and read its own; choose another data.dir"

@@ -5,33 +5,21 @@ The order of parts and of their documents is always the same.
 
 import hashlib
 import json
-import platform
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from decimal import Decimal
-from pathlib import Path
-
-import numpy as np
 
 from titans_pt.config import SourceConfig
-from titans_pt.data_pipeline import files, stdlib
-from titans_pt.data_pipeline.files import Rejected, SourceRow, source_files
-from titans_pt.data_pipeline.indexed import IndexedDataset
+from titans_pt.data_pipeline import files
+from titans_pt.data_pipeline.files import Rejected, SourceRow
+from titans_pt.data_pipeline.kinds import Document, of_source
 from titans_pt.data_pipeline.text import replace_surrogates, utf8, visible
-from titans_pt.data_pipeline.tokenizers.chat import Message, Piece, check_tools, messages_of
+from titans_pt.data_pipeline.tokenizers.chat import Message, check_tools, messages_of
 from titans_pt.errors import UserError
-from titans_pt.genomics.fasta import Unusable, records
-from titans_pt.genomics.genomes import GENOMES
 
 PART_BYTES = 128 << 20
 """Approximate text per part: half a minute to a minute on one core, which is the most that a kill can cost."""
-LETTER = "letter "
-"""Prefix of the counts of letters other than A, C, G and T."""
-_PART_DOCUMENTS = 100_000
-"""Documents of one part, for kind=indexed."""
-_HASHED_TOKENS = 1 << 21
-"""Tokens that are hashed at once."""
 
 
 @dataclass(frozen=True)
@@ -47,34 +35,6 @@ class Part:
     source: int
     pieces: tuple[tuple[str, int, int | None], ...]
     bytes: int
-
-
-@dataclass(frozen=True)
-class Document:
-    """One document.
-
-    Attributes:
-        text: not empty, and valid as UTF-8; "" for kind=indexed, which has no text, and for a chat until its template
-            has written it.
-        id: from the source's id column; "" if there is none.
-        file, row: its place: the row's number, or in .jsonl and .txt the byte where it begins. All strings are valid as
-            UTF-8; for a file name that is not, see :func:`titans_pt.data_pipeline.text.utf8`.
-        tokens: for kind=indexed, its ids.
-        pieces: for a document with answers, its text in pieces.
-        messages: for format=messages, the chat.
-        opening: text of the first document of a chat that takes several.
-        continued: whether the next document is of the same chat.
-    """
-
-    text: str
-    id: str
-    file: str
-    row: int
-    tokens: np.ndarray | None = None
-    pieces: tuple[Piece, ...] = ()
-    messages: tuple[Message, ...] = ()
-    opening: str = ""
-    continued: bool = False
 
 
 def refuse(rejected: Rejected) -> None:
@@ -94,11 +54,11 @@ def parts(sources: list[SourceConfig]) -> list[Part]:
     """
     found: list[Part] = []
     for number, source in enumerate(sources):
-        pieces, size = [], 0
-        for file, start, stop, piece_bytes in _pieces(source):
+        pieces, size, kind = [], 0, of_source(source)
+        for file, start, stop, piece_bytes in kind.pieces(PART_BYTES):
             pieces.append((file, start, stop))
             size += piece_bytes
-            if size >= PART_BYTES or source.kind in ("hub", "indexed"):
+            if size >= PART_BYTES or kind.piece_is_part:
                 found.append(Part(number, tuple(pieces), size))
                 pieces, size = [], 0
         if pieces:
@@ -106,35 +66,9 @@ def parts(sources: list[SourceConfig]) -> list[Part]:
     return found
 
 
-def _pieces(source: SourceConfig) -> Iterator[tuple[str, int, int | None, int]]:
-    """Yields (file, start, stop, bytes) of pieces that can be read independently."""
-    match source.kind:
-        case "stdlib":
-            yield "stdlib", 0, None, 0
-        case "files":
-            for path in source_files(source):
-                for start, stop, size in files.pieces(path, source, PART_BYTES):
-                    yield str(path), start, stop, size
-        case "fasta":
-            for path in source_files(source):
-                yield str(path), 0, None, 0 if files.obstacle(path) else path.stat().st_size
-        case "genome":
-            yield source.genome, 0, None, 0
-        case "hub":
-            from titans_pt.data_pipeline import hub  # seconds to import, and only this kind needs it
-
-            yield from hub.pieces(source)
-        case "indexed":
-            dataset = IndexedDataset(source.location)
-            count, per_document = len(dataset.document_starts), dataset.tokens / max(1, len(dataset.document_starts))
-            for start in range(0, count, _PART_DOCUMENTS):
-                stop = min(start + _PART_DOCUMENTS, count)
-                yield source.location, start, stop, int((stop - start) * per_document)
-
-
 def obstacles(source: SourceConfig) -> Iterator[Rejected]:
     """Yields the paths under a source that should be read and cannot be opened as files (links to nothing, pipes)."""
-    return files.obstacles(source) if source.kind in ("files", "fasta") else iter(())
+    return filter(None, map(files.obstacle, of_source(source).listing().files))
 
 
 def documents(
@@ -154,68 +88,15 @@ def documents(
     Raises:
         UserError: from ``reject``, or as :func:`parts`.
     """
-    counts = Counter() if counts is None else counts
+    counts, kind = Counter() if counts is None else counts, of_source(source)
     for read in [part] if part else parts([source]):
         for piece in read.pieces:
-            for item in _read(source, counts, *piece):
+            for item in kind.read(*piece, counts):
                 document = item if isinstance(item, Document) else _document(item, source, counts)
                 if isinstance(document, Rejected):
                     reject(document)
                 elif document is not None:
                     yield document
-
-
-def _read(
-    source: SourceConfig, counts: Counter, file: str, start: int, stop: int | None
-) -> Iterator[SourceRow | Rejected | Document]:
-    match source.kind:
-        case "stdlib":
-            for name, text in stdlib.read():
-                yield SourceRow(name, name, 0, {source.text_column: text})
-        case "files":
-            yield from files.rows(Path(file), source, start, stop)
-        case "fasta":
-            yield from _blocks(Path(file), file, source.block, counts)
-        case "genome":
-            yield from _blocks(GENOMES[source.genome].fasta(), file, source.block, counts)
-        case "hub":
-            from titans_pt.data_pipeline import hub
-
-            assert stop is not None  # every piece of this kind has an end
-            yield from hub.rows(source, file, start, stop)
-        case "indexed":
-            assert stop is not None  # every piece of this kind has an end
-            dataset = IndexedDataset(file)
-            for j in range(start, stop):
-                yield Document("", "", utf8(file), j, dataset.document(j))
-
-
-def _blocks(path: Path, name: str, block: int | None, counts: Counter) -> Iterator[Document | Rejected]:
-    """Yields the blocks of a FASTA file's records, in order.
-
-    Counts as empty a record without a sequence, and a block without a known base. Counts letters other than A, C, G and
-    T under LETTER and the letter.
-    """
-    if rejected := files.obstacle(path):
-        yield rejected
-        return
-    number = 0
-    for record in records(path):
-        if isinstance(record, Unusable):
-            yield Rejected(record.where, record.reason, record.remedy)
-            continue
-        if not record.sequence:
-            counts["empty"] += 1
-        counts.update({LETTER + letter: count for letter, count in record.other.items()})
-        counts[LETTER + "N"] += record.sequence.count(b"N") - sum(record.other.values())
-        step = block or max(1, len(record.sequence))
-        for start in range(0, len(record.sequence), step):
-            bases = record.sequence[start : start + step]
-            if bases.count(b"N") == len(bases):
-                counts["empty"] += 1
-            else:
-                yield Document(bases.decode(), f"{record.name}:{start}", utf8(name), number)
-            number += 1
 
 
 def _document(row: SourceRow | Rejected, source: SourceConfig, counts: Counter) -> Document | Rejected | None:
@@ -293,45 +174,12 @@ def fingerprint(source: SourceConfig, cached: bool = False, times: bool = True) 
     Raises:
         Unreachable: a dataset on the hub cannot be reached; with ``cached``, there is no copy of it either.
     """
-    match source.kind:
-        case "stdlib":  # times differ between two installations of the same Python; its version does not
-            rows = [[platform.python_version()], *([name, path.stat().st_size] for name, path in stdlib.modules())]
-        case "files" | "fasta":
-            root = Path(source.location)
-            rows = [[path.relative_to(root).as_posix(), *_state(path, times)] for path in source_files(source)]
-        case "genome":
-            rows = [[source.genome, GENOMES[source.genome].package.sha256]]
-        case "hub":
-            from titans_pt.data_pipeline import hub
-
-            rows = hub.cached_version(source) if cached and hub.cached(source) else hub.version(source)
-        case "indexed":
-            prefix = source.location
-            if prefix.endswith((".bin", ".idx")) and not Path(f"{prefix}.idx").exists():
-                raise UserError(f"data.sources: path: given {prefix!r}; leave {prefix[-4:]} out")
-            IndexedDataset(prefix)  # raises if anything is the matter
-            rows = [_state(Path(f"{prefix}{suffix}"), times) for suffix in (".bin", ".idx")]
+    rows = of_source(source).version(cached, times)
     return hashlib.sha256(json.dumps([source.kind, source.text_column, rows]).encode()).hexdigest()
-
-
-def _state(path: Path, times: bool) -> list[int]:
-    """Size and modification time of a file; [] if it cannot be read."""
-    if files.obstacle(path):
-        return []
-    stat = path.stat()
-    return [stat.st_size, stat.st_mtime_ns][: 1 + times]
 
 
 def hash_content(source: SourceConfig, part: Part, update: Callable[[bytes], None]) -> None:
     """Passes the bytes of a part to ``update``, for sources whose changes only modification times would show."""
-    for file, start, stop in part.pieces:
-        if source.kind in ("files", "fasta"):
-            files.hash_piece(Path(file), start, stop, update)
-        elif source.kind == "indexed":
-            assert stop is not None  # every piece of this kind has an end
-            starts, tokens = (dataset := IndexedDataset(file)).document_starts, dataset.tokens
-            end = starts[stop] if stop < len(starts) else tokens
-            for at in range(starts[start], end, _HASHED_TOKENS):
-                update(dataset.read(at, min(at + _HASHED_TOKENS, end)).tobytes())
-            if start == 0:
-                files.hash_piece(Path(f"{file}.idx"), 0, None, update)
+    kind = of_source(source)
+    for piece in part.pieces:
+        kind.hash_content(*piece, update)

@@ -17,6 +17,7 @@ from pyarrow import parquet
 
 from titans_pt.config import SourceConfig
 from titans_pt.data_pipeline import files as readers
+from titans_pt.data_pipeline.kinds import of_source
 from titans_pt.data_pipeline.sources import documents
 from titans_pt.errors import UserError
 
@@ -83,7 +84,7 @@ def test_suffixes_in_any_case_and_compressions(tmp_path):
         *(f"{name}\nof two lines\nof three" for name in ("h.TXT", "i.txt.gz", "j.txt.XZ")),
         "k",
     ]
-    assert not rejected and not readers.listing(files(tmp_path)).ignored
+    assert not rejected and not of_source(files(tmp_path)).listing().ignored
 
 
 def test_one_compressed_text_is_cut_into_paragraphs(tmp_path):
@@ -98,7 +99,7 @@ def test_what_is_not_read_is_named_hidden_ones_last(tmp_path):
     (tmp_path / "sub" / "deep.html").touch()
     (tmp_path / ".git" / "objects").mkdir(parents=True)
     os.mkfifo(tmp_path / "pipe")
-    found = readers.listing(files(tmp_path))
+    found = of_source(files(tmp_path)).listing()
     assert [path.name for path in found.files] == ["a.txt"]
     assert found.ignored == [
         "README",

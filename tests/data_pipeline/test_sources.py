@@ -1,6 +1,7 @@
 import gzip
 import json
 from collections import Counter
+from typing import get_args
 
 import pyarrow as pa
 import pytest
@@ -12,6 +13,7 @@ from tests.data_pipeline.small_corpus import write_jsonl
 from titans_pt.config import SourceConfig
 from titans_pt.data_pipeline import IndexedWriter, sources
 from titans_pt.data_pipeline import files as readers
+from titans_pt.data_pipeline.kinds import KINDS
 from titans_pt.data_pipeline.sources import documents, fingerprint
 from titans_pt.errors import UserError
 
@@ -40,6 +42,10 @@ def test_stdlib_is_real_english(stdlib):
     [module] = [text for text in found if text.startswith("json.decoder\n")]
     assert "json.decoder.JSONDecoder.raw_decode\n\nDecode a JSON document" in module
     assert not any(text.startswith(("test.", "idlelib.")) for text in found)
+
+
+def test_every_kind_has_a_reader():
+    assert set(KINDS) == set(get_args(SourceConfig.model_fields["kind"].annotation))
 
 
 def test_stdlib_fingerprint_is_stable():

@@ -13,7 +13,8 @@ from dataclasses import asdict, dataclass
 from random import Random
 
 from titans_pt.config import BabilongConfig, SourceConfig
-from titans_pt.data_pipeline.sources import Document, documents
+from titans_pt.data_pipeline.kinds import Document
+from titans_pt.data_pipeline.sources import documents
 from titans_pt.data_pipeline.tokenizers import ids_after
 from titans_pt.errors import UserError
 from titans_pt.evaluation.haystack import Haystack, Part, context, fill
