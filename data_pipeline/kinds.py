@@ -96,7 +96,7 @@ class Kind(ABC):
 
     @abstractmethod
     def version(self, cached: bool, times: bool) -> list:
-        """Return values of JSON that change with the source, for :func:`titans_pt.data_pipeline.sources.fingerprint`."""
+        """Return values that JSON can hold and that change with the source."""
 
     def hash_content(self, file: str, start: int, stop: int | None, update: Callable[[bytes], None]) -> None:  # noqa: B027
         """Passes the bytes of a piece to ``update``, if only modification times would show that they changed."""

@@ -4,14 +4,19 @@ Clusters, shells and other programs also set some of these variables for their o
 unset, and a single process needs none.
 """
 
+import contextlib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from titans_pt.errors import UserError
 
 _STARTERS = {"SLURM_STEP_NUM_TASKS": "srun", "OMPI_COMM_WORLD_SIZE": "mpirun", "PMI_SIZE": "mpiexec"}
 """Variable with the number of started tasks -> the program that starts them."""
+
+_PROGRESS = "progress"
+"""File beside the one in which torchrun expects the error of a process; both are of one start of one process."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +63,19 @@ def _place(environment: Mapping[str, str]) -> Place:
     if size > 1 and local_rank and local is None:
         raise UserError(f"LOCAL_RANK: given {local_rank!r}; must be a number: that of this process on its machine")
     return Place(place, size, local)
+
+
+def note_progress(environment: Mapping[str, str] = os.environ):
+    """Tells our launcher, if there is one, that a checkpoint was written since this process started."""
+    path = environment.get("TORCHELASTIC_ERROR_FILE", os.devnull)
+    if path != os.devnull:
+        with contextlib.suppress(OSError):
+            Path(path).with_name(_PROGRESS).touch()
+
+
+def made_progress(error_file: str) -> bool:
+    """Whether the process to which torchrun gave ``error_file`` has called :func:`note_progress`."""
+    return Path(error_file).with_name(_PROGRESS).exists()
 
 
 def check_alone(script: str, environment: Mapping[str, str] = os.environ, allowed: int = 1):

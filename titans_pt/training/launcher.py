@@ -1,9 +1,10 @@
 """torchrun as a cluster needs it: ``python -m titans_pt.training.launcher CONFIG [KEY=VALUE ...]`` trains on one node.
 
-launch/torchrun.sh lists the environment variables that it reads. It differs from PyTorch's torchrun in three ways:
+launch/torchrun.sh lists the environment variables that it reads. It differs from PyTorch's torchrun in four ways:
 
 - It does not restart a process that ended on purpose: after an error that the user has to fix (status 2), or after a
   requested stop (128 + the signal). torchrun would repeat both, ``max_restarts`` times.
+- A new checkpoint gives it all its restarts back. torchrun counts them over the whole run, which in weeks uses them up.
 - After a signal that asks for a stop (signals.py) the processes have GRACE seconds for their last checkpoint; torchrun
   kills them after 30.
 - It exits with the status of the process that ended first, without a traceback.
@@ -32,7 +33,7 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher import api
 
 from titans_pt.errors import EXIT_USER, UserError
-from titans_pt.tools.processes import check_alone, number
+from titans_pt.tools.processes import check_alone, made_progress, number
 from titans_pt.tools.screen import say
 from titans_pt.training.background import within
 from titans_pt.training.signals import STOPS, hangs_up
@@ -50,12 +51,18 @@ class Agent(LocalElasticAgent):
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
+        self._allowed = self._remaining_restarts
         signal.signal(signal.SIGUSR2, self._pass_on)  # processes write their stacks; unhandled, it would end the agent
 
     def _monitor_workers(self, worker_group):
         result = super()._monitor_workers(worker_group)
-        if result.is_failed() and _cause(result.failures)[1].exitcode in FINAL:
-            self._remaining_restarts = 0
+        if result.is_failed():
+            spec = worker_group.spec
+            if _cause(result.failures)[1].exitcode in FINAL:
+                self._remaining_restarts = 0
+            elif self._pcontext and any(map(made_progress, self._pcontext.error_files.values())):
+                used = spec.max_restarts - self._remaining_restarts  # the number of restarts, which torch shows
+                self._remaining_restarts, spec.max_restarts = self._allowed, self._allowed + used
         return result
 
     def _shutdown(self, death_sig: signal.Signals | None = None, timeout: float = 30):

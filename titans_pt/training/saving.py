@@ -16,6 +16,7 @@ from titans_pt.runs.checkpoints import TrainerState
 from titans_pt.runs.folder import RunFolder
 from titans_pt.runs.shards import Whole, write_shard
 from titans_pt.tools.files import write_text
+from titans_pt.tools.processes import note_progress
 from titans_pt.training.background import BackgroundTask
 from titans_pt.training.engine import Engine
 from titans_pt.training.ranks import Ranks
@@ -57,6 +58,7 @@ class Saver:
         self.state, self.written, self.postponed = state, written, False
         self._writing, self._joining, self._stopped = BackgroundTask(), BackgroundTask(), threading.Event()
         self._error: OSError | None = None
+        self._taken = False
 
     @property
     def failed(self) -> bool:
@@ -90,7 +92,7 @@ class Saver:
             tensors = self._gather(state.step)
             if self.ranks.first:
                 self._writing.start(partial(self._write, *tensors, state))
-        self.step, self.best = state.step, state.best
+        self.step, self.best, self._taken = state.step, state.best, True
 
     def wait(self):
         """Returns when the last checkpoint is on the disk.
@@ -109,6 +111,8 @@ class Saver:
             if self.config.run.spare_dir:
                 self._rescue(spare_folder(self.config.run.spare_dir, self.folder.path))
             raise
+        if self._taken:
+            note_progress()
 
     def _end_writing(self):
         self._joining.wait()

@@ -52,6 +52,18 @@ if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
+PROGRESSES = """
+import os, signal, sys
+from pathlib import Path
+from titans_pt.tools.processes import note_progress
+starts = Path(sys.argv[1], "starts")
+with starts.open("a") as file:
+    file.write(os.environ["TORCHELASTIC_RESTART_COUNT"])
+if starts.stat().st_size < 4:  # three of its starts get to a checkpoint
+    note_progress()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
 
 @pytest.fixture
 def start(tmp_path):
@@ -88,6 +100,16 @@ def test_what_ended_on_purpose_is_not_started_again(start, tmp_path, how, starts
     assert (tmp_path / "starts").read_text() == "x" * starts
     assert "Traceback" not in err
     assert re.findall("^titans: error: (.*) is left", err, re.M) == says
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("restarts", "starts"), [("1", "0123"), ("0", "0")])
+def test_a_new_checkpoint_gives_all_restarts_back(start, tmp_path, restarts, starts):
+    """Three losses in weeks of training ended it; a process that is lost at the same step each time still ends it."""
+    process = start(PROGRESSES, RESTARTS=restarts)
+    process.communicate(timeout=200)
+    assert process.returncode == 137
+    assert (tmp_path / "starts").read_text() == starts
 
 
 @pytest.mark.thorough
