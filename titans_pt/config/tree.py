@@ -24,6 +24,8 @@ class RunConfig(Section):
     spare_dir: PathName | None = None
     """A folder on another disk. If run.dir can no longer be written to (its disk is full), a last checkpoint is written
     there, in a subfolder for this run, before the run ends. Null: no extra checkpoint is written."""
+    on_checkpoint: str | None = None
+    """A shell command that rank 0 runs after each checkpoint, to copy or evaluate it (docs/launching.md)."""
     seed: Seed = 0
     """Seeds the initial weights and the order of the data."""
     tensorboard: bool = False

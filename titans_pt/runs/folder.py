@@ -57,6 +57,8 @@ class RunFolder:
         self.wandb = self.path / "wandb"
         self.tensorboard = self.path / "tensorboard"
         self.stacks = self.path / "stacks"
+        self.on_checkpoint = self.path / "on-checkpoint.txt"
+        """File with the output of the commands of run.on_checkpoint."""
         self.diverged = self.path / "diverged.txt"
         """File with the reason why the last training here was given up, for other processes to read."""
 

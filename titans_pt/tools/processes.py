@@ -78,6 +78,15 @@ def made_progress(error_file: str) -> bool:
     return Path(error_file).with_name(_PROGRESS).exists()
 
 
+def outside(environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment without this process's place in its job, for a command that is no part of the job."""
+    ours = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK",
+            "ROLE_NAME", "ROLE_WORLD_SIZE", "CROSS_RANK", "CROSS_SIZE", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT",
+            *_STARTERS)  # fmt: skip
+    return {name: value for name, value in environment.items()
+            if name not in ours and not name.startswith("TORCHELASTIC_")}  # fmt: skip
+
+
 def check_alone(script: str, environment: Mapping[str, str] = os.environ, allowed: int = 1):
     """Refuses to run as one of several processes that do not know of each other.
 

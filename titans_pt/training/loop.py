@@ -32,6 +32,7 @@ from titans_pt.tools.screen import say
 from titans_pt.training.epochs import epochs_text, repeated
 from titans_pt.training.gauges import Gauges, lost_to
 from titans_pt.training.metrics import MetricsLog, Progress, peak_flops, read_metrics
+from titans_pt.training.on_checkpoint import run_command
 from titans_pt.training.patience import Patience
 from titans_pt.training.plan import make_plan, unkept
 from titans_pt.training.plots import plot_loss
@@ -174,7 +175,7 @@ class Trainer:
         self.engine = build_engine(task, start, ranks)
         if self.step:  # a stop may have left this step's validation undone
             self.engine.backbone.set_progress(self.step / train.max_steps)
-        self.saver = Saver(folder, config, self.engine, ranks, watch, start.state, self._state, self._send_checkpoint)
+        self.saver = Saver(folder, config, self.engine, ranks, watch, start.state, self._state, self._after_checkpoint)
         self.batch_samples = train.batch_tokens // seq_len
         grid = self.engine.topology
         self.loader = Loader(data.train, self.engine.micro_batch, grid.data.rank, grid.data.size, self.batch_samples)
@@ -530,10 +531,12 @@ class Trainer:
                       "device": self.ranks.device.type},
         )  # fmt: skip
 
-    def _send_checkpoint(self, path: Path):
+    def _after_checkpoint(self, path: Path):
         if self.config.wandb.checkpoints:
             assert self.wandb
             self.wandb.send("checkpoint", "model", path)
+        if command := self.config.run.on_checkpoint:
+            run_command(command, self.folder, path)
 
     def _finish(self):
         if self.patience.limit and not self.nonfinite_in_a_row:
