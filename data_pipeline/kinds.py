@@ -134,8 +134,7 @@ class _OnDisk(Kind):
         files.hash_piece(Path(file), start, stop, update)
 
     def contains(self, folder: Path) -> bool:
-        root = Path(self.source.location).resolve()
-        return root.is_dir() and folder.is_relative_to(root)
+        return _is_in(folder, self.source)
 
 
 class Files(_OnDisk):
@@ -195,6 +194,9 @@ class Hub(Kind):
 
         return hub.cached_version(self.source) if cached and hub.cached(self.source) else hub.version(self.source)
 
+    def contains(self, folder: Path) -> bool:
+        return _is_in(folder, self.source)
+
 
 class Indexed(Kind):
     has_text, piece_is_part = False, True
@@ -240,6 +242,12 @@ KINDS: dict[str, type[Kind]] = {
 
 def of_source(source: SourceConfig) -> Kind:
     return KINDS[source.kind](source)
+
+
+def _is_in(folder: Path, source: SourceConfig) -> bool:
+    """Whether ``folder``, a resolved path, is the one at the source's path or in it."""
+    root = Path(source.location).resolve()
+    return root.is_dir() and folder.is_relative_to(root)
 
 
 def _state(path: Path, times: bool) -> list[int]:

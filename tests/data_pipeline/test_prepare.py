@@ -663,13 +663,12 @@ def test_what_a_user_keeps_in_the_folder_stays(config, tmp_path):
     assert read_manifest(folder)
 
 
-@pytest.mark.parametrize("inside", [False, True])
-def test_sources_are_not_read_where_token_files_are_written(config, inside):
+@pytest.mark.parametrize("kind", ["files", "hub", "indexed"])
+def test_sources_are_not_read_where_token_files_are_written(config, kind):
     made = config()
     folder = Path(made.data.dir)
     prepare(made)
-    kind, path = ("indexed", folder / "train") if inside else ("files", folder.parent)
-    source = SourceConfig(kind=kind, path=str(path))
+    source = SourceConfig(kind=kind, path=str(folder / "train" if kind == "indexed" else folder.parent))
     other = made.model_copy(update={"data": made.data.model_copy(update={"sources": [source]})})
     with pytest.raises(UserError, match="which is in data.sources.0.path=.*; choose another data.dir"):
         prepare(other, force=True)
