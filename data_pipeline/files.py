@@ -21,6 +21,8 @@ import pyarrow
 from pyarrow import parquet
 
 from titans_pt.config import SourceConfig
+from titans_pt.config.place import SETTINGS, is_of_a_run
+from titans_pt.data_pipeline.manifest import MANIFEST
 from titans_pt.data_pipeline.text import one_line, replace_surrogates
 from titans_pt.errors import UserError
 
@@ -92,7 +94,8 @@ class Listing:
 
     Attributes:
         files: the files to read, in reading order, including unreadable ones (:func:`obstacle`).
-        ignored: names, relative to the path, of files that are not read: other suffixes, hidden files and folders.
+        ignored: names, relative to the path, of files that are not read: other suffixes, hidden files and folders,
+            folders of runs and of token files.
     """
 
     files: list[Path]
@@ -105,7 +108,8 @@ def listing(
     allowed: str,
     advice: Callable[[list[str]], str] = lambda names: "",
 ) -> Listing:
-    """Lists the files under the path of a source. Links to folders are followed; hidden folders are not entered.
+    """Lists the files under the path of a source. Links to folders are followed; hidden folders, those of runs, and
+    those of token files are not entered.
 
     Args:
         reads: called with (path, whether it is the source's own); whether its suffix is one of those that are read.
@@ -131,7 +135,7 @@ def listing(
     found, ignored = [], []
     for path, folder in _walk(root, tuple(map(_identity, root.resolve().parents))):
         name = path.relative_to(root).as_posix()
-        if path.name.startswith("."):
+        if path.name.startswith(".") or folder and _is_ours(path):
             ignored.append(name + "/" * folder)
         elif reads(path, False) or folder or os.path.islink(path) and not os.path.exists(path):
             found.append((name, path))
@@ -159,8 +163,8 @@ def other_kind(names: list[str]) -> str:
 def _walk(folder: Path, above: tuple[tuple[int, int], ...]) -> Iterator[tuple[Path, bool]]:
     """Yields (path, False) for every file under ``folder``, and (path, True) for each folder that is not entered.
 
-    The latter are hidden folders, unreadable ones, and links to a folder that contains them (``above``: device and
-    inode of each).
+    The latter are hidden folders, ours (:func:`_is_ours`), unreadable ones, and links to a folder that contains them
+    (``above``: device and inode of each).
     """
     try:
         here = _identity(folder)
@@ -172,10 +176,15 @@ def _walk(folder: Path, above: tuple[tuple[int, int], ...]) -> Iterator[tuple[Pa
         yield folder, True
     for entry in entries:
         path, inside = folder / entry.name, _is_folder(entry)
-        if inside and not entry.name.startswith("."):
+        if inside and not entry.name.startswith(".") and not _is_ours(path):
             yield from _walk(path, (*above, here))
         else:
             yield path, inside
+
+
+def _is_ours(folder: Path) -> bool:
+    """Whether a folder is a run's or holds token files, whose logs and lists of documents are no text to train on."""
+    return is_of_a_run(folder / SETTINGS) or (folder / MANIFEST).is_file() and (folder / "train.idx").is_file()
 
 
 def _identity(folder: Path) -> tuple[int, int]:

@@ -117,6 +117,18 @@ def test_what_is_not_read_is_named_hidden_ones_last(tmp_path):
     fails(tmp_path, r"no usable file (there are: README, b.csv, caf\xe9.md", "and 1 more)", ".jsonl")
 
 
+def test_folders_of_runs_and_of_token_files_are_not_read(tmp_path):
+    """Logs were trained on where the texts were those of the folder in which a run was started."""
+    for name in ("a.txt", "runs/b/config.yaml", "runs/b/versions.json", "runs/b/log.txt", "tokens/manifest.json",
+                 "tokens/train.idx", "tokens/rejected.jsonl", "set/manifest.json", "set/c.txt"):  # fmt: skip
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(b"x")
+    found = of_source(files(tmp_path)).listing()
+    assert [path.name for path in found.files] == ["a.txt", "c.txt"]
+    assert found.ignored == ["runs/b/", "set/manifest.json", "tokens/"]
+    assert [path.name for path in of_source(files(tmp_path / "runs" / "b")).listing().files] == ["log.txt"]  # as asked
+
+
 @pytest.mark.parametrize("name", ["a.csv", "A.Tsv", "data-00000-of-00001.arrow", "a.json"])
 def test_files_that_datasets_reads_are_named_with_their_kind(tmp_path, name):
     (tmp_path / name).write_text("text")
