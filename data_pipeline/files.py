@@ -21,7 +21,7 @@ import pyarrow
 from pyarrow import parquet
 
 from titans_pt.config import SourceConfig
-from titans_pt.config.place import SETTINGS, is_of_a_run
+from titans_pt.config.names import SETTINGS, is_of_a_run
 from titans_pt.data_pipeline.manifest import MANIFEST
 from titans_pt.data_pipeline.text import one_line, replace_surrogates
 from titans_pt.errors import UserError

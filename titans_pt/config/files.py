@@ -9,8 +9,8 @@ from pydantic import ValidationError
 from titans_pt.config.checks import checked
 from titans_pt.config.history import as_stored
 from titans_pt.config.model import with_todays_names
-from titans_pt.config.names import CONFIGS, find_config
-from titans_pt.config.place import in_its_place, is_of_a_run
+from titans_pt.config.names import CONFIGS, find_config, is_of_a_run
+from titans_pt.config.place import in_its_place
 from titans_pt.config.plain import usual
 from titans_pt.config.tree import Config, config_hash
 from titans_pt.config.values import expanded, typed

@@ -1,4 +1,4 @@
-"""The configs that come with the package, by name."""
+"""Names of config files: those that come with the package, and the one in a run's folder."""
 
 import difflib
 from pathlib import Path
@@ -7,6 +7,15 @@ from titans_pt.errors import UserError
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 """configs/ of the repository."""
+SETTINGS, ABOUT = "config.yaml", "versions.json"
+"""Files of a run's folder with its settings, and with the versions that made it."""
+STARTED_IN = "started in"
+"""Key of ABOUT for the folder in which the run was started."""
+
+
+def is_of_a_run(path: Path) -> bool:
+    """Whether ``path`` is the config.yaml that a run keeps in its folder."""
+    return path.name == SETTINGS and (path.parent / ABOUT).is_file()
 
 
 def packaged() -> dict[str, Path]:

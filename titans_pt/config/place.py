@@ -14,19 +14,10 @@ from typing import Any
 from pydantic import ValidationError
 
 from titans_pt.config.checks import import_modules
+from titans_pt.config.names import ABOUT, STARTED_IN
 from titans_pt.config.tree import Config, RunConfig
 from titans_pt.config.values import mapped
 from titans_pt.errors import UserError
-
-SETTINGS, ABOUT = "config.yaml", "versions.json"
-"""Files of a run's folder with its settings, and with the versions that made it."""
-STARTED_IN = "started in"
-"""Key of ABOUT for the folder in which the run was started."""
-
-
-def is_of_a_run(path: Path) -> bool:
-    """Whether ``path`` is the config.yaml that a run keeps in its folder."""
-    return path.name == SETTINGS and (path.parent / ABOUT).is_file()
 
 
 def in_its_place(tree: dict[str, Any], folder: Path) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import torch
 
 from titans_pt import __version__
 from titans_pt.config import Config, config_hash
-from titans_pt.config.place import ABOUT, SETTINGS, STARTED_IN
+from titans_pt.config.names import ABOUT, SETTINGS, STARTED_IN
 from titans_pt.config.yaml import resolved_yaml
 from titans_pt.errors import UserError
 from titans_pt.tools.files import DISK_FAILED, write_text

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from titans_pt.config.files import load_config, load_stored
-from titans_pt.config.place import ABOUT, STARTED_IN
+from titans_pt.config.names import ABOUT, STARTED_IN
 from titans_pt.runs.folder import RunFolder
 
 TEXT = """
