@@ -4,6 +4,7 @@ import ast
 import inspect
 import re
 from fnmatch import fnmatch
+from graphlib import TopologicalSorter
 from importlib import import_module
 from pathlib import Path
 
@@ -187,6 +188,18 @@ def test_imports_point_down():
             up.add((room, other))
     stated = re.findall(r"^- `(.+?)` asks (.+)$", SECTIONS["Which folder imports which"], re.M)
     assert up == {(room, other) for room, others in stated for other in words(others)}
+
+
+def test_no_files_import_each_other_in_a_circle():
+    """Not even in functions, or for type checkers; a package's __init__ only hands names on, and does not count."""
+    files = {name: path for name, path in modules().items() if not path.endswith("__init__.py")}
+    graph = {
+        name: {part for found, _ in imports(ast.parse((ROOT / path).read_text()))
+               for part in (found, found.rpartition(".")[0]) if part in files}
+        for name, path in files.items()
+    }  # fmt: skip
+    assert sum(map(len, graph.values())) > 500
+    TopologicalSorter(graph).prepare()  # raises CycleError
 
 
 def test_every_room_of_the_page_exists():

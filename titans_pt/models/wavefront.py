@@ -9,17 +9,14 @@ after the other. Autograd runs each part of the backward pass in the stream of i
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from titans_pt.layers.documents import Documents
 from titans_pt.layers.state import check_rows, compact, rows, tensors
-from titans_pt.models.ways import Blocks, in_turn
-
-if TYPE_CHECKING:
-    from titans_pt.models.backbone import Backbone
+from titans_pt.models.ways import Blocks, Stack, in_turn
 
 
 class Wavefront:
@@ -29,7 +26,7 @@ class Wavefront:
         self.tokens = tokens
 
     def __call__(
-        self, backbone: "Backbone", blocks: Blocks, states: bool, x: Tensor, state: Any, documents: Documents | None
+        self, backbone: Stack, blocks: Blocks, states: bool, x: Tensor, state: Any, documents: Documents | None
     ) -> tuple[Tensor, Any]:
         if x.shape[1] <= self.tokens:
             return blocks(x, state, documents)

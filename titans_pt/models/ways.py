@@ -3,8 +3,8 @@
 Code outside puts them on a backbone. Further ways are titans_pt.models.wavefront and titans_pt.parallel.context.
 """
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -13,17 +13,26 @@ from torch.utils.checkpoint import checkpoint
 from titans_pt.layers.documents import Documents
 from titans_pt.layers.state import check_kind, declared_states
 
-if TYPE_CHECKING:
-    from titans_pt.models.backbone import Backbone
-
 WAYS = ("compiled", "wavefront", "context", "around")
 """Names of a backbone's ways, the innermost first: a way leaves calls that it does not take to the one inside it."""
 
 Blocks = Callable[[Tensor, Any, Documents | None], tuple[Tensor, Any]]
 """All blocks of a model: (x, their states or None, where documents start in x) -> (x, their states or None)."""
 
-Way = Callable[["Backbone", Blocks, bool, Tensor, Any, Documents | None], tuple[Tensor, Any]]
-"""(backbone, the blocks with all inner ways, whether states are wanted, x, states, documents) -> as Blocks."""
+
+class Stack(Protocol):
+    """The part of a backbone that its ways use: its blocks in order, their mixers, and the call of a block."""
+
+    @property
+    def mixers(self) -> Sequence[Any]: ...
+
+    def call(self, part: Callable, block: nn.Module, *arguments: Any) -> Any: ...
+
+    def __iter__(self) -> Iterator[Any]: ...
+
+
+Way = Callable[[Stack, Blocks, bool, Tensor, Any, Documents | None], tuple[Tensor, Any]]
+"""(the backbone, the blocks with all inner ways, whether states are wanted, x, states, documents) -> as Blocks."""
 
 Call = Callable[..., Any]
 """(part, block, *arguments) -> part(block, *arguments): a call of a block or of half a block, as :func:`plainly`."""
@@ -52,7 +61,7 @@ def recomputed(part: Callable, block: nn.Module, *arguments: Any) -> Any:
 
 
 def around(
-    backbone: "Backbone", blocks: Blocks, states: bool, x: Tensor, state: Any, documents: Documents | None
+    backbone: Stack, blocks: Blocks, states: bool, x: Tensor, state: Any, documents: Documents | None
 ) -> tuple[Tensor, Any]:
     """The way of the first block's mixer (``Mixer.around``)."""
     first = backbone.mixers[0]
@@ -74,7 +83,7 @@ class Compiled:
         limits.recompile_limit = max(limits.recompile_limit, PROGRAMS)
 
     def __call__(
-        self, backbone: "Backbone", blocks: Blocks, states: bool, x: Tensor, state: Any, documents: Documents | None
+        self, backbone: Stack, blocks: Blocks, states: bool, x: Tensor, state: Any, documents: Documents | None
     ) -> tuple[Tensor, Any]:
         if state is not None or states:
             return blocks(x, state, documents)

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from titans_pt.layers.documents import Documents
-from titans_pt.models.backbone import Backbone, Block
-from titans_pt.models.ways import Blocks
+from titans_pt.models.backbone import Block
+from titans_pt.models.ways import Blocks, Stack
 from titans_pt.parallel.topology import RankGroup
 
 ALIGNED = 16
@@ -41,7 +41,7 @@ class Context:
         self._sent: list[tuple[dist.Work, Tensor]] = []
 
     def __call__(
-        self, backbone: Backbone, blocks: Blocks, states: bool, x: Tensor, state: Any, documents: Documents | None
+        self, backbone: Stack, blocks: Blocks, states: bool, x: Tensor, state: Any, documents: Documents | None
     ) -> tuple[Tensor, Any]:
         if state is not None:
             return blocks(x, state, documents)
