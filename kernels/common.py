@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor
 
 from titans_pt.errors import UserError
+from titans_pt.kernels.warned import warned_of
 
 Gradients = Tensor | Sequence[Tensor | None]
 """Results of an autograd.Function's backward pass."""
@@ -75,11 +75,6 @@ def warn_once(message: str):
     else:
         warn = warned_of
     warn(message)
-
-
-@functools.cache
-def warned_of(message: str):
-    warnings.warn(message, stacklevel=4)
 
 
 def first_derivatives_only(backward: Callable[..., Gradients]) -> Callable[..., Gradients]:

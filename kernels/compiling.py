@@ -5,7 +5,7 @@ Import this only while compiling: torch.compiler brings the compiler, whose impo
 
 import torch
 
-from titans_pt.kernels.common import warned_of
+from titans_pt.kernels.warned import warned_of
 
 
 @torch.compiler.assume_constant_result
