@@ -184,7 +184,7 @@ def _walk(folder: Path, above: tuple[tuple[int, int], ...]) -> Iterator[tuple[Pa
 
 def _is_ours(folder: Path) -> bool:
     """Whether a folder is a run's or holds token files, whose logs and lists of documents are no text to train on."""
-    return is_of_a_run(folder / SETTINGS) or (folder / MANIFEST).is_file() and (folder / "train.idx").is_file()
+    return is_of_a_run(folder / SETTINGS) or all(os.path.isfile(folder / name) for name in (MANIFEST, "train.idx"))
 
 
 def _identity(folder: Path) -> tuple[int, int]:

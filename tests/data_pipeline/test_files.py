@@ -129,6 +129,22 @@ def test_folders_of_runs_and_of_token_files_are_not_read(tmp_path):
     assert [path.name for path in of_source(files(tmp_path / "runs" / "b")).listing().files] == ["log.txt"]  # as asked
 
 
+def test_a_folder_that_may_not_be_entered_is_rejected_in_one_line(tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "closed").mkdir()
+    real_stat, real_scan = os.stat, os.scandir
+
+    def closed(path, real, *args, **options):
+        if "closed" in str(path) and (real is real_scan or os.path.basename(path) != "closed"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(path, *args, **options)
+
+    monkeypatch.setattr(os, "stat", lambda path, *args, **how: closed(path, real_stat, *args, **how))
+    monkeypatch.setattr(os, "scandir", lambda path: closed(path, real_scan))
+    assert [path.name for path in of_source(files(tmp_path)).listing().files] == ["a.txt", "closed"]
+    fails(tmp_path, "closed: unreadable (Permission denied); replace or remove it")
+
+
 @pytest.mark.parametrize("name", ["a.csv", "A.Tsv", "data-00000-of-00001.arrow", "a.json"])
 def test_files_that_datasets_reads_are_named_with_their_kind(tmp_path, name):
     (tmp_path / name).write_text("text")

@@ -1,6 +1,7 @@
 """Names of config files: those that come with the package, and the one in a run's folder."""
 
 import difflib
+import os
 from pathlib import Path
 
 from titans_pt.errors import UserError
@@ -15,7 +16,7 @@ STARTED_IN = "started in"
 
 def is_of_a_run(path: Path) -> bool:
     """Whether ``path`` is the config.yaml that a run keeps in its folder."""
-    return path.name == SETTINGS and (path.parent / ABOUT).is_file()
+    return path.name == SETTINGS and os.path.isfile(path.parent / ABOUT)  # False in a folder that may not be entered
 
 
 def packaged() -> dict[str, Path]:
