@@ -83,8 +83,9 @@ def outside(environment: Mapping[str, str]) -> dict[str, str]:
     ours = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK",
             "ROLE_NAME", "ROLE_WORLD_SIZE", "CROSS_RANK", "CROSS_SIZE", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT",
             *_STARTERS)  # fmt: skip
-    return {name: value for name, value in environment.items()
-            if name not in ours and not name.startswith("TORCHELASTIC_")}  # fmt: skip
+    # A job of SLURM that is submitted with our SLURM_ARRAY_TASK_ID takes it for its own.
+    begins = ("TORCHELASTIC_", "SLURM_ARRAY_", "SLURM_STEP_")
+    return {name: value for name, value in environment.items() if name not in ours and not name.startswith(begins)}
 
 
 def check_alone(script: str, environment: Mapping[str, str] = os.environ, allowed: int = 1):

@@ -16,7 +16,8 @@ NOTES = "import json, os; print(json.dumps(dict(os.environ)))"
 
 def test_it_sees_each_complete_checkpoint_and_nothing_of_the_ranks(tiny, tmp_path, monkeypatch):
     """With RANK and WORLD_SIZE ``titans evaluate`` would do one rank's share of the samples."""
-    place = {"RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "x", "SLURM_STEP_NUM_TASKS": "2"}
+    place = {"RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "x", "SLURM_STEP_NUM_TASKS": "2",
+             "SLURM_ARRAY_TASK_ID": "3"}  # fmt: skip
     for name, value in place.items():
         monkeypatch.setenv(name, value)
     script = tmp_path / "notes.py"
