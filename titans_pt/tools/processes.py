@@ -83,7 +83,7 @@ def outside(environment: Mapping[str, str]) -> dict[str, str]:
     ours = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK",
             "ROLE_NAME", "ROLE_WORLD_SIZE", "CROSS_RANK", "CROSS_SIZE", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT",
             *_STARTERS)  # fmt: skip
-    # A job of SLURM that is submitted with our SLURM_ARRAY_TASK_ID takes it for its own.
+    # sbatch hands the environment on: a job that is no array would take our SLURM_ARRAY_TASK_ID for its own.
     begins = ("TORCHELASTIC_", "SLURM_ARRAY_", "SLURM_STEP_")
     return {name: value for name, value in environment.items() if name not in ours and not name.startswith(begins)}
 
