@@ -32,7 +32,7 @@ from titans_pt.config import DataConfig, SourceConfig
 from titans_pt.data_pipeline import sources
 from titans_pt.data_pipeline.files import Rejected
 from titans_pt.data_pipeline.indexed import token_dtype
-from titans_pt.data_pipeline.kinds import KINDS, Document
+from titans_pt.data_pipeline.kinds import Document, of_source
 from titans_pt.data_pipeline.near_duplicates import sketch
 from titans_pt.data_pipeline.sources import Part
 from titans_pt.data_pipeline.text import one_line, visible
@@ -369,7 +369,7 @@ def _visible_pieces(tokenizer: Tokenizer) -> np.ndarray:
 def compares_ids(data: DataConfig) -> bool:
     """Whether all documents are compared by their ids: they are if one source has no text (kind=indexed), since a hash
     of text never equals a hash of ids."""
-    return not all(KINDS[source.kind].has_text for source in data.every_source)
+    return not all(of_source(source).has_text for source in data.every_source)
 
 
 def document_hash(content: str | np.ndarray) -> bytes:

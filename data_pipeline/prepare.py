@@ -435,7 +435,7 @@ def _ignored(data: DataConfig) -> dict:
 def _tokenizer(config: Config, build: Path) -> Tokenizer:
     """The tokenizer in ``build``: a copy of the one that is given, or trained on the training split."""
     given = config.data.tokenizer
-    if given.trained and any(source.kind == "indexed" for source in config.data.every_source):
+    if given.trained and not all(of_source(source).has_text for source in config.data.every_source):
         raise UserError(
             "data.sources: kind=indexed holds ids, not text; set data.tokenizer.path to the tokenizer that made them"
         )

@@ -27,6 +27,7 @@ from titans_pt.runs import checkpoints
 from titans_pt.runs.folder import RunFolder, versions
 from titans_pt.tasks import task_of
 from titans_pt.tools.files import write_text
+from titans_pt.tools.processes import outside
 from titans_pt.training import loop
 from titans_pt.training.metrics import read_metrics
 from titans_pt.training.plan import Cost, cost_of
@@ -305,8 +306,8 @@ def _torchrun(config: Config, ranks: int, claim: int) -> int:
     settings = folder.path / "asked.yaml"
     write_text(settings, resolved_yaml(config))
     words = [sys.executable, "-m", "titans_pt.training.launcher", str(settings)]
-    # WORLD_SIZE=1 replaces a cluster's count of workers: the new processes belong to this worker alone.
-    environment = os.environ | {"TITANS_PROCESSES": str(ranks), "TITANS_NODES": "1", "WORLD_SIZE": "1"}
+    # The new processes belong to this worker alone, and not to the workers that a cluster started.
+    environment = outside(os.environ) | {"TITANS_PROCESSES": str(ranks), "TITANS_NODES": "1"}
     with subprocess.Popen(words, env=environment, pass_fds=[claim]) as process:
         stops = (signal.SIGTERM, signal.SIGUSR1)  # unhandled, these would end this worker before the checkpoint
         before = [signal.signal(number, lambda number, _frame: process.send_signal(number)) for number in stops]

@@ -31,6 +31,4 @@ def run_command(command: str, folder: RunFolder, checkpoint: Path):
         log.warning("run.on_checkpoint: not run after step %d: %s", step, error)
         return
     if status:
-        log.warning(
-            "run.on_checkpoint: status %d after step %d; its output is in %s", status, step, folder.on_checkpoint
-        )
+        log.warning("run.on_checkpoint: status %d after step %d; its output is in %s", status, step, own)
