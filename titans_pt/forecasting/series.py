@@ -99,11 +99,12 @@ def read_csv(
     if place is not None:
         dates, zone = _dates(path, [row[place] for row in rows], lines, date_format, notes)
     values = _numbers(path, [header.index(name) for name in chosen], header, lines, rows, fixed=bool(trained_by))
+    holes = np.isnan(values)
     if dates:
         _check_order(path, dates, lines, gaps == "ignore")
         values, dates = _regular(path, values, dates, lines, gaps, notes)
-    return Series(path.stem, chosen, _complete(path, values, chosen, missing, gaps, notes, bool(trained_by)), dates,
-                  notes, zone)  # fmt: skip
+    _check_holes(path, holes, chosen, missing, notes, fixed=bool(trained_by))
+    return Series(path.stem, chosen, _forward(values), dates, notes, zone)
 
 
 def columns_of(
@@ -410,26 +411,28 @@ def _regular(
     return whole, [step.later(dates[0], i) for i in range(len(whole))]
 
 
-def _complete(
-    path: Path, values: np.ndarray, columns: list[str], missing: str, gaps: str, notes: list[str], fixed: bool
-) -> np.ndarray:  # fmt: skip
-    """Fill missing numbers, or refuse them. fixed: whether the user cannot choose the columns."""
-    empty = np.isnan(values).all(0)
+def _check_holes(
+    path: Path, holes: np.ndarray, columns: list[str], missing: str, notes: list[str], fixed: bool
+):  # fmt: skip
+    """Refuse missing numbers in the file's rows, or note that they are filled.
+
+    Args:
+        holes: bool (rows, channels), where a number is missing.
+        fixed: whether the user cannot choose the columns.
+    """
+    empty = holes.all(0)
     if empty.any():
         remedy = ", ".join(name for name, none in zip(columns, empty, strict=True) if not none)
         raise UserError(f"{path}: the column {columns[int(empty.argmax())]!r} has no number at all; "
                         + (f"set forecast.columns=[{remedy}]" if remedy and not fixed else "fill it"))  # fmt: skip
-    holes = np.isnan(values)
-    if gaps == "fill":
-        holes = holes & ~holes.all(1, keepdims=True)
-    count = int(holes.sum())
-    if count and missing == "refuse":
+    if not (count := int(holes.sum())):
+        return
+    share = f"{100 * holes.mean():.2g} %"
+    if missing == "refuse":
         column = int(holes.any(0).argmax())
-        raise UserError(f"{path}: {count} cells have no number ({100 * holes.mean():.2g} %; the first in the column "
-                        f"{columns[column]!r}); set forecast.missing=fill")  # fmt: skip
-    if count:
-        notes.append(f"{count} cells without a number ({100 * holes.mean():.2g} %) got the one before")
-    return _forward(values)
+        raise UserError(f"{path}: {count} cells have no number ({share}; the first in the column {columns[column]!r}); "
+                        "set forecast.missing=fill")  # fmt: skip
+    notes.append(f"{count} cells without a number ({share}) got the one before")
 
 
 def _forward(values: np.ndarray) -> np.ndarray:

@@ -250,6 +250,16 @@ def test_gaps_and_holes_are_counted_and_filled(write):
     assert len(series.values) == 4 and "1 of 3 steps are not 1 day" in series.notes[0]
 
 
+def test_a_row_without_numbers_is_no_gap(write):
+    """forecast.gaps=fill adds rows; it fills no cells of the file's own rows."""
+    path = write("date,a\n2020-01-01,1\n2020-01-02,\n2020-01-03,3\n2020-01-05,5\n")
+    with pytest.raises(UserError, match=r"1 cells have no number \(25 %; .*'a'\); set forecast.missing=fill"):
+        read_csv(path, gaps="fill")
+    series = read_csv(path, missing="fill", gaps="fill")
+    assert series.values[:, 0].tolist() == [1, 1, 3, 3, 5]
+    assert "1 absent rows in 1 gaps" in series.notes[0] and "1 cells without a number (25 %)" in series.notes[1]
+
+
 def test_a_clock_that_is_set_back(write):
     hours = ["00:00", "01:00", "02:00", "02:00", "03:00"]
     path = write("\n".join(["date,a", *(f"2020-10-25 {hour},1" for hour in hours)]))
