@@ -59,8 +59,8 @@ def kept_of(row: Row, runs: Sequence[Run], records: Records) -> dict[int, dict]:
 
     Measurements with other settings than the study's count as not measured.
     """
-    own = [run for run in runs if (run.model, run.variant) == (row.model, row.variant)]
-    for at_one_rate in zip(*(run.chosen(records) for run in own), strict=True):
+    own = [run.chosen(records) for run in runs if (run.model, run.variant) == (row.model, row.variant)]
+    for at_one_rate in zip(*filter(None, own), strict=True):  # a seed that waits for an earlier run has none yet
         found = {run.config.run.seed: (run, records.of(run.name, run.config)) for run in at_one_rate}
         if any(record for _, record in found.values()):
             return {seed: _as_asked(run, record) for seed, (run, record) in found.items() if record}

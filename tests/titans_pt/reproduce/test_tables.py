@@ -14,7 +14,7 @@ from titans_pt.reproduce.figures import BetweenSeeds, Figure, apart, pool
 from titans_pt.reproduce.order import Order, chosen, runs_of
 from titans_pt.reproduce.records import Records
 from titans_pt.reproduce.studies import study
-from titans_pt.reproduce.tables import behind, cells, details, overview, rates
+from titans_pt.reproduce.tables import behind, cells, details, kept_of, overview, rates
 from titans_pt.tools.statistics import wilson
 
 
@@ -216,6 +216,16 @@ def test_a_record_names_no_folder_of_the_machine(tmp_path):
 @pytest.mark.parametrize("target", ["table1", "recall", "needles", "ruler", "states", "statetracking"])
 def test_a_study_that_stopped_before_its_first_measure_has_a_page(target, tmp_path):
     """The same command writes it before it continues."""
+def test_a_page_shows_a_seed_while_another_waits_for_an_earlier_stage(tmp_path):
+    order = Order(tmp_path, models=["lmm"], seeds=[0, 1])
+    asked = chosen(study("ruler", "tiny"), order)
+    runs, records = runs_of(asked, order), Records(tmp_path / "records")
+    for run in runs:
+        if run.name in ("lmm-stage-1-s0", "lmm-stage-2-s0"):
+            records.write(run.name, record(run))
+    assert [sorted(kept_of(row, runs, records)) for row in asked.rows] == [[0], [0], []]
+
+
     whole = study(target, "tiny")
     asked = replace(chosen(whole, Order(tmp_path, models=[whole.rows[0].model])), rated=False)
     runs, records = runs_of(asked, Order(tmp_path, seeds=[0])), Records(tmp_path / "records")
