@@ -53,10 +53,11 @@ class Choice:
             found = {rate: record for rate in state.missing if (record := self.probe(rate).record(records))}
             if not found:
                 return state, losses
-            losses |= {rate: _loss(record) for rate, record in found.items()}
+            losses |= {rate: loss_of(record) for rate, record in found.items()}
 
 
-def _loss(record: dict[str, Any]) -> float:
+def loss_of(record: dict[str, Any]) -> float:
+    """Validation loss; infinite if the training failed or the loss is not finite, which a record holds as null."""
     loss = record["trained"]["validation_loss"]
     return math.inf if record["failed"] or loss is None else loss
 

@@ -9,7 +9,7 @@ from titans_pt.reproduce.figures import BetweenSeeds, Pooled, apart, of_models_a
 from titans_pt.reproduce.measures import TRAINING
 from titans_pt.reproduce.published import published
 from titans_pt.reproduce.records import Records
-from titans_pt.reproduce.runs import Run
+from titans_pt.reproduce.runs import Run, loss_of
 from titans_pt.reproduce.study import Column, Row, Study
 from titans_pt.tools.markdown import markdown_table
 
@@ -188,10 +188,11 @@ def rates(runs: Sequence[Run], records: Records) -> Table | None:
     for model, run in models.items():
         shown = dict.fromkeys(tried, NONE)
         for probe in run.probes(records):
-            record = probe.record(records)
-            loss = record and record["trained"]["validation_loss"]
-            told = NOT_RUN if record is None else "failed" if record["failed"] else f"{loss:.4f}"
-            shown[probe.config.train.lr] = told
+            if record := probe.record(records):
+                loss = loss_of(record)
+                shown[probe.config.train.lr] = f"{loss:.4f}" if math.isfinite(loss) else "failed"
+            else:
+                shown[probe.config.train.lr] = NOT_RUN
         ready = run.settled(records)
         table.rows.append([model, *shown.values(), f"{ready.config.train.lr:g}" if ready else "-"])
     return table
@@ -213,8 +214,8 @@ def tenths(runs: Sequence[Run], records: Records) -> Table | None:
             rate, short = probe.config.train.lr, probe.record(records)
             whole = [record for each in (*run.chosen(records), run.at(rate, named=True))
                      if each.config.train.lr == rate and (record := records.of(each.name, each.config))]  # fmt: skip
-            if short and whole and not short["failed"] and not whole[0]["failed"]:
-                losses[rate] = [record["trained"]["validation_loss"] for record in (short, whole[0])]
+            if short and whole and all(map(math.isfinite, both := [loss_of(short), loss_of(whole[0])])):
+                losses[rate] = both
         if len(losses) < 2:
             continue
         first, last = ([rate for _, rate in sorted((loss[n], rate) for rate, loss in losses.items())] for n in (0, 1))

@@ -54,13 +54,13 @@ class Made:
         self.runs, self.records = runs_of(self.study, self.order), Records(folder / "records")
         self.first, self.second = self.runs
 
-    def probes(self, *losses: float, failed: tuple[float, ...] = ()):
+    def probes(self, *losses: float | None, failed: tuple[float, ...] = ()):
         """Records of probes at 2e-3, 4e-3, ..., with these losses."""
         for n, loss in enumerate(losses):
             probe = self.first.choice.probe(2e-3 * 2**n)
             self.records.write(probe.name, record(probe, failed="diverged" if loss in failed else "", loss=loss))
 
-    def whole(self, run, loss: float):
+    def whole(self, run, loss: float | None):
         self.records.write(run.name, record(run, loss=loss))
 
     def kept(self):
@@ -204,3 +204,13 @@ def test_whole_trainings_are_the_probes_where_a_short_one_says_nothing(tmp_path,
     assert second.settled(records).name == "mamba2-s1-lr0.006"
     line = rates(runs, records).rows[0]
     assert line == ["Mamba2", "3.0000", "2.0000", "1.0000", "0.006"]
+
+
+def test_a_loss_that_is_not_finite_is_shown_as_failed(tmp_path):
+    """A training can end with finite weights whose validation loss is infinite; its record holds null."""
+    made = Made(tmp_path)
+    made.probes(3.0, 2.0, None)
+    assert rates(made.runs, made.records).rows[0] == ["RMT", "3.0000", "2.0000", "failed", "0.004"]
+    made.whole(made.first.settled(made.records), None)
+    made.whole(made.first.at(2e-3, named=True), 2.5)
+    assert tenths(made.runs, made.records) is None, "one rate with both losses orders nothing"
