@@ -72,7 +72,7 @@ class Measure:
         now = self.evaluation(config)
         was = found.get("evaluation", {self.suite: found.get("settings", {})} if self.suite in now else {})
         usual = validated({}, self.settings(config.model), model=False).evaluation.model_dump(mode="json")
-        return all(_last_names(_filled(was[key], usual.get(key))) == _last_names(now.get(key)) for key in was)
+        return all(last_names(_filled(was[key], usual.get(key))) == last_names(now.get(key)) for key in was)
 
     def take(self, run: Path, config: Config, before: dict[str, Any]) -> dict[str, Any]:
         """Measure the newest checkpoint of a run; results of a killed process are not measured again.
@@ -85,13 +85,13 @@ class Measure:
             Entry of the record: the suite's summary, and how it was measured ("words" and "evaluation").
         """
         evaluation = self.evaluation(config)
-        about = {"words": self.settings(config.model), "evaluation": evaluation}
+        about = {"words": self.settings(config.model), "evaluation": last_names(evaluation)}
         if self.suite == "chunks":
             return about | {"by_chunk": across_chunks(run)}
         told = [f"evaluation.{key}={json.dumps(value)}" for key, value in evaluation.items()]
         summary = runner.evaluate(run, told, suite=self.suite)
         assert summary is not None  # no other rank is at work
-        found = summary[self.suite]
+        found = last_names(summary[self.suite])
         return about | found | ({"asked": _all_asked(before, found)} if "asked" in found else {})
 
 
@@ -108,10 +108,10 @@ def _filled(was: Any, usual: Any) -> Any:
     return {key: _filled(was[key], value) if key in was else value for key, value in usual.items()}
 
 
-def _last_names(value: Any) -> Any:
-    """Settings with paths cut to their last names: folders differ between machines."""
+def last_names(value: Any) -> Any:
+    """Settings, or results, with paths cut to their last names: folders differ between machines."""
     if isinstance(value, dict):
-        return {key: _last_names(item) for key, item in value.items()}
+        return {key: last_names(item) for key, item in value.items()}
     return Path(value).name if isinstance(value, str) else value
 
 

@@ -20,7 +20,7 @@ import torch
 from titans_pt.config import Config
 from titans_pt.config.yaml import resolved_yaml
 from titans_pt.errors import Diverged, UserError
-from titans_pt.reproduce.measures import Measure
+from titans_pt.reproduce.measures import Measure, last_names
 from titans_pt.reproduce.rates import Grid, Progress
 from titans_pt.reproduce.records import Records, compare, without_folders
 from titans_pt.runs import checkpoints
@@ -281,8 +281,9 @@ def portable(config: Config) -> dict[str, Any]:
     tree = copy.deepcopy(config.model_dump(mode="json"))
     tree["run"]["dir"] = Path(tree["run"]["dir"]).name
     tree["data"]["dir"] = Path(tree["data"]["dir"]).name
-    for source in tree["data"]["sources"]:
+    for source in (*tree["data"]["sources"], *tree["data"]["validation_sources"]):
         source["path"] = source["path"] and Path(source["path"]).name
+    tree["evaluation"] = last_names(tree["evaluation"])
     tree["train"]["init_from"] = tree["train"]["init_from"] and Path(tree["train"]["init_from"]).name
     tree |= {tree["task"]: without_folders(tree.get(tree["task"], {}))}
     tokenizer = tree["data"]["tokenizer"]

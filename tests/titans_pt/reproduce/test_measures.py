@@ -3,6 +3,7 @@
 import torch
 
 from titans_pt.config import ModelConfig
+from titans_pt.config.files import load_config
 from titans_pt.models import build_model
 from titans_pt.reproduce import measures
 from titans_pt.reproduce.measures import chunks_of
@@ -32,6 +33,23 @@ def test_only_a_memory_is_frozen():
     long = TINY["long"]
     assert long.settings(memory) == [*long.words, "evaluation.perplexity.freeze_after=[0, 512]"]
     assert long.settings(none) == list(long.words)
+
+
+def test_a_measure_names_no_folder_of_the_machine(tmp_path, monkeypatch):
+    """A record holds how it was measured; records are shared, and compared by the last names of paths."""
+    config = load_config("quickstart", ["evaluation.perplexity.text=/secret/place/tokens"])
+    given = config.evaluation.perplexity.model_dump(mode="json")
+    told = []
+
+    def evaluate(run, words, suite):
+        told.extend(words)
+        return {suite: {"settings": given, "text": given["text"], "loss": 3.0}}
+
+    monkeypatch.setattr(measures.runner, "evaluate", evaluate)
+    found = TINY["text"].take(tmp_path, config, {})
+    assert "/secret/place/tokens" in "".join(told) and "secret" not in str(found)
+    assert found["evaluation"]["perplexity"]["text"] == found["text"] == "tokens"
+    assert TINY["text"].done(found, config)
 
 
 def test_figures_of_lm_eval():

@@ -204,7 +204,10 @@ def test_records_are_of_the_runs_that_are_asked_for(made, tmp_path):
 
 def test_a_record_names_no_folder_of_the_machine(tmp_path):
     source = "data.sources=[{kind: files, path: /secret/place/texts}]"
-    words = ("data.dir=/secret/place/data", source, "data.tokenizer.path=/secret/place/t.model")
+    words = ("data.dir=/secret/place/data", source, "data.tokenizer.path=/secret/place/t.model",
+             "data.validation_sources=[{kind: files, path: /secret/place/held-out}]",
+             "evaluation.needle.essays=/secret/place/essays", "evaluation.perplexity.text=/secret/place/tokens",
+             "evaluation.babilong.haystack={kind: files, path: /secret/place/books}")  # fmt: skip
     order = Order(tmp_path / "secret", models=["rmt"], seeds=[0], words=words)
     [run] = runs_of(replace(chosen(study("table1", "tiny"), order), rated=False), order)
     records = Records(tmp_path)
@@ -213,9 +216,6 @@ def test_a_record_names_no_folder_of_the_machine(tmp_path):
     assert run.record(records)["config"]["data"]["sources"][0]["path"] == "texts"
 
 
-@pytest.mark.parametrize("target", ["table1", "recall", "needles", "ruler", "states", "statetracking"])
-def test_a_study_that_stopped_before_its_first_measure_has_a_page(target, tmp_path):
-    """The same command writes it before it continues."""
 def test_a_page_shows_a_seed_while_another_waits_for_an_earlier_stage(tmp_path):
     order = Order(tmp_path, models=["lmm"], seeds=[0, 1])
     asked = chosen(study("ruler", "tiny"), order)
@@ -226,6 +226,9 @@ def test_a_page_shows_a_seed_while_another_waits_for_an_earlier_stage(tmp_path):
     assert [sorted(kept_of(row, runs, records)) for row in asked.rows] == [[0], [0], []]
 
 
+@pytest.mark.parametrize("target", ["table1", "recall", "needles", "ruler", "states", "statetracking"])
+def test_a_study_that_stopped_before_its_first_measure_has_a_page(target, tmp_path):
+    """The same command writes it before it continues."""
     whole = study(target, "tiny")
     asked = replace(chosen(whole, Order(tmp_path, models=[whole.rows[0].model])), rated=False)
     runs, records = runs_of(asked, Order(tmp_path, seeds=[0])), Records(tmp_path / "records")
