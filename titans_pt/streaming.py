@@ -173,7 +173,9 @@ def draw(logits: Tensor, temperature: float, top_k: int | None, top_p: float, ge
 
     It draws on the CPU, so that a seed gives the same ids on every device.
     """
-    p, order = torch.softmax(logits.double().cpu() / temperature, dim=0).sort(descending=True, stable=True)
+    logits = logits.double().cpu()
+    # Relative to the largest logit: divided by a tiny temperature, all others become -inf, and none NaN.
+    p, order = torch.softmax((logits - logits.max()) / temperature, dim=0).sort(descending=True, stable=True)
     p = p[:top_k] / p[:top_k].sum()
     p = torch.where(p.cumsum(0) - p < top_p, p, 0.0)  # always keeps the most likely id
     return int(order[torch.multinomial(p, 1, generator=generator)])

@@ -111,6 +111,7 @@ def test_draws_follow_temperature_top_k_and_top_p():
     torch.testing.assert_close(count(temperature=0.5, top_p=1.0), sharp, atol=0.04, rtol=0)
     two = torch.tensor([0, 5 / 9, 0, 4 / 9])
     torch.testing.assert_close(count(top_k=2), two, atol=0.04, rtol=0)
+    assert count(temperature=1e-310).tolist() == [0, 1, 0, 0]
     # Of the two, the first alone holds 5 / 9.
     assert count(top_k=2, top_p=0.55).tolist() == [0, 1, 0, 0]
     # 0.5 does not reach 0.6, 0.5 + 0.4 does: these two stay.
