@@ -102,7 +102,7 @@ class PromptsInText(ABC):
         """
         random = Random(f"{seed} {index}")
         kind = random.choice(self.kinds)
-        after = random.randrange(min(SPREAD, self.length // 4))
+        after = random.randrange(max(1, min(SPREAD, self.length // 4)))
         for _ in range(TRIES):
             found = self.parts(kind, random)
             if (room := self.length - after - found.count) >= 0:

@@ -103,8 +103,9 @@ def test_the_baseline_knows_the_form_alone(configured):
 def test_what_cannot_be_is_one_line(configured):
     with pytest.raises(UserError, match="ruler.lengths: given '600,4000'; each at most data.seq_len=1200"):
         configured("ruler.lengths='600,4000'")
-    with pytest.raises(UserError, match="ruler.lengths: given 60; with this tokenizer a prompt .* use at"):
-        task_of(configured("ruler.lengths='60,1200'")).open()
+    for length in (60, 2):
+        with pytest.raises(UserError, match=f"ruler.lengths: given {length}; with this tokenizer a prompt .* use at"):
+            task_of(configured(f"ruler.lengths='{length},1200'")).open()
     with pytest.raises(UserError, match="model.memory.write_cost: given 0.1; must be 0 with parallel.context > 1"):
         configured("parallel.context=2", "model.memory.write_cost=0.1")
     with pytest.raises(UserError, match="with parallel.context > 1 only loss and accuracy"):
