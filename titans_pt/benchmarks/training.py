@@ -168,7 +168,7 @@ def case_config(case: Case, config: str, more: list[str], tokens: int) -> Config
         overrides.append(f"model.memory.depth={case.depth}")
     if case.chunk:
         overrides.append(f"model.memory.chunk_size={case.chunk}")
-    return load_config(config.format(model=case.model), overrides)
+    return load_config(config.replace("{model}", case.model), overrides)
 
 
 def _has_memory(case: Case, config: str, more: list[str], tokens: int) -> bool:

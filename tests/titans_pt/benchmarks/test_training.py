@@ -42,6 +42,12 @@ def test_measures_and_reports(tmp_path, capsys, monkeypatch):
     assert "| lmm | 256 |" in capsys.readouterr().out
 
 
+def test_only_the_models_name_is_replaced_in_a_configs_path(tmp_path):
+    (tmp_path / "{a}").mkdir()
+    (tmp_path / "{a}" / "own-lmm.yaml").write_text("inherit: quickstart\ntrain: {lr: 0.5}\n")
+    assert case_config(Case("lmm", 512), str(tmp_path / "{a}" / "own-{model}.yaml"), [], 2048).train.lr == 0.5
+
+
 def test_lengths_must_divide_the_tokens(tmp_path, capsys):
     words = ["benchmark", "training", "--models", "lmm", "--lengths", "256,384", "--out", str(tmp_path / "out")]
     assert cli.run([*words, "--tokens", "512"]) == 2
