@@ -12,7 +12,7 @@ import torch
 from titans_pt.benchmarks.process import write_csv
 from titans_pt.config import Config
 from titans_pt.config.checks import mixers_of
-from titans_pt.config.files import load_config
+from titans_pt.config.files import keys_of, load_config
 from titans_pt.layers.state import state_bytes
 from titans_pt.models import build_model
 from titans_pt.runs.folder import versions
@@ -53,9 +53,9 @@ def benchmark_decode(
     Raises:
         UserError: an unknown mixer, or a wrong setting.
     """
-    chosen = any(word.startswith("model.mixers=") for word in overrides)
     given = load_config(config, overrides)  # it also imports the user's own mixers
     if models is None:
+        chosen = "model.mixers" in keys_of(overrides)
         models = ["+".join(given.model.mixers)] if chosen else ATTENTION_AND_TITANS
     # Each model gets its own section of the file.
     configs = {model: load_config(config, [*overrides, f"model.mixers=[{','.join(mixers_of(model))}]"])

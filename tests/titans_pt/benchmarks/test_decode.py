@@ -51,6 +51,6 @@ def test_which_models_are_timed(tmp_path, monkeypatch):
 
     assert list(timed()) == ["attention", "lmm", "mac", "mag", "mal"]
     assert found["mac"].model.section("mac")["segment"] == 64
-    assert timed("model.mixers=[lmm]") == {"lmm": ["lmm"]}
+    assert timed("model.mixers=[lmm]") == timed("model={mixers: [lmm]}") == {"lmm": ["lmm"]}
     assert timed("model.mixers=[lmm]", "--models", "mac,mamba+swa") == {"mac": ["mac"], "mamba+swa": ["mamba", "swa"]}
     assert found["mac"].model.section("mac")["segment"] == 64
