@@ -198,12 +198,16 @@ def _config(path: Path) -> dict:
 
 def _chat_template(path: Path, config: dict) -> str | None:
     """Template in chat_template.jinja, else in tokenizer_config.json; of several the one called default."""
+    own = path.parent / "chat_template.jinja"
     try:
-        return (path.parent / "chat_template.jinja").read_text(encoding="utf-8")
+        return own.read_text(encoding="utf-8")
     except FileNotFoundError:
         found = config.get("chat_template")
+    except UnicodeDecodeError:
+        raise UserError(f"tokenizer {own}: not UTF-8; copy it again") from None
     if isinstance(found, list):
-        found = next((each.get("template") for each in found if each.get("name") == "default"), None)
+        named = (each for each in found if isinstance(each, dict))
+        found = next((each.get("template") for each in named if each.get("name") == "default"), None)
     return found if isinstance(found, str) else None
 
 

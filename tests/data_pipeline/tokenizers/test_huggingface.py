@@ -263,6 +263,16 @@ def test_broken_or_lossy(tmp_path, byte_level):
 
 
 @pytest.mark.slow  # building it takes half a minute
+def test_chat_templates_that_cannot_be_read(byte_level, tmp_path):
+    path = tmp_path / "tokenizer.json"
+    path.write_bytes(byte_level.read_bytes())
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>", "chat_template": ["a"]}')
+    assert load_tokenizer(path).chat_template is None
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff\xfe{")
+    with pytest.raises(UserError, match=r"tokenizer .*chat_template\.jinja: not UTF-8; copy it again"):
+        load_tokenizer(path)
+
+
 def test_a_vocabulary_over_uint16(tmp_path, byte_level, config):
     large = tokenizers.Tokenizer.from_file(str(byte_level))
     large.add_tokens([f"Document 0 {i}" for i in range(65_500)])
