@@ -85,10 +85,16 @@ def refuse_damage(folder: Path, found: dict[str, str]) -> None:
         raise UserError(f"{folder / name}: {problem}{more}; {REMEDY}")
 
 
+def unreadable_format(manifest: dict) -> str | None:
+    """The format of token files that this version cannot read; None if it can."""
+    found = manifest.get("format")
+    return None if found in READABLE else f"file format {found}, this version writes {FORMAT}"
+
+
 def changed_setting(manifest: dict, config: Config) -> str | None:
     """The first setting in which token files and ``config`` differ, with both values; None if there is none."""
-    if manifest.get("format") not in READABLE:
-        return f"file format {manifest.get('format')}, this version writes {FORMAT}"
+    if what := unreadable_format(manifest):
+        return what
     made = dict(manifest["settings"])
     with contextlib.suppress(ValidationError):  # settings newer than the manifest take their defaults
         keys = ("sources", "tokenizer", "validation_fraction", "near_duplicates", "validation_sources")

@@ -13,8 +13,15 @@ from typing import Any
 import numpy as np
 
 from titans_pt.config import Config
-from titans_pt.data_pipeline.indexed import IndexedDataset, document_begins
-from titans_pt.data_pipeline.manifest import changed_setting, damage, read_manifest, refuse_damage, streams
+from titans_pt.data_pipeline.indexed import REMEDY, IndexedDataset, document_begins
+from titans_pt.data_pipeline.manifest import (
+    changed_setting,
+    damage,
+    read_manifest,
+    refuse_damage,
+    streams,
+    unreadable_format,
+)
 from titans_pt.data_pipeline.tokenizers import Tokenizer, load_tokenizer, saved_tokenizer
 from titans_pt.errors import UserError
 from titans_pt.tools.tensor_files import sha256
@@ -74,10 +81,12 @@ class TokenFiles:
         Returns None if there are none.
 
         Raises:
-            UserError: a file is broken.
+            UserError: a file is broken, or of a format that this version cannot read.
         """
         if (manifest := read_manifest(folder)) is None:
             return None
+        if what := unreadable_format(manifest):
+            raise UserError(f"{folder}: token files of another version ({what}); {REMEDY}")
         tokenizer, validation = _opened(config, folder, manifest, ["validation"])
         return cls((), validation, tokenizer, manifest, manifest["content"])
 

@@ -159,6 +159,9 @@ def test_token_files_of_format_1_can_be_trained_on(config, tmp_path):
     assert TokenFiles.open(config()).samples(config()).sample(0)[0].shape == (65,)
     with pytest.raises(UserError, match="file format 1, this version writes 2.*--force"):
         prepare(config())
+    path.write_text(json.dumps({"format": 9}))
+    with pytest.raises(UserError, match="data: token files of another version .file format 9, .*--force"):
+        TokenFiles.of_another_text(config(), path.parent)
 
 
 def test_real_files(tmp_path):
