@@ -87,12 +87,8 @@ def read(
         last: tokens at the end that read caches (evaluation.caching.last); None: all.
     """
     device = device_of(model)
-    state, stretches = None, []
-    if path.exists():
-        try:
-            state, stretches = load_state(path, device), json.loads(read_about(path)["stretches"])
-        except UserError as error:  # our own file, and all that is lost is time
-            log.warning("%s; the prompt is read again from its first token", str(error).rpartition(";")[0] or error)
+    state, about = killed_reading(path, device)
+    stretches = json.loads(about.get("stretches", "[]"))
     done = stretches[-1]["tokens"] if stretches else 0
     end = ids.shape[1]
     for start in range(done, end, save_every):
@@ -106,6 +102,16 @@ def read(
             save_state(state, path, {"kind": "reading", "stretches": json.dumps(stretches)})
     path.unlink(missing_ok=True)
     return PromptReading(logits, state, stretches)
+
+
+def killed_reading(path: Path, device: torch.device) -> tuple[Any, dict[str, str]]:
+    """State and ``about`` that a killed reading saved in ``path``; None and {} without a file, or with a damaged one."""
+    if path.exists():
+        try:
+            return load_state(path, device), read_about(path)
+        except UserError as error:  # our own file, and all that is lost is time
+            log.warning("%s; everything is read again from the first token", str(error).rpartition(";")[0] or error)
+    return None, {}
 
 
 class LongContext(ABC):

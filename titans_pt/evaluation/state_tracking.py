@@ -1,6 +1,5 @@
 """Suite state_tracking: accuracy by length and by position, in streams of any length, read in constant memory."""
 
-import logging
 from collections import defaultdict
 from dataclasses import asdict
 from pathlib import Path
@@ -9,17 +8,15 @@ import numpy as np
 import torch
 
 from titans_pt.config import Config
-from titans_pt.errors import UserError
+from titans_pt.evaluation.long_context import killed_reading
 from titans_pt.runs.loaded import LoadedRun
-from titans_pt.runs.states import load_state, read_about, save_state
+from titans_pt.runs.states import save_state
 from titans_pt.streaming import device_of
 from titans_pt.tasks.answers import EVALUATION_SEED
 from titans_pt.tasks.state_tracking import NOTHING, States, StateTracking
 from titans_pt.tools.plots import plot_accuracy
 from titans_pt.tools.records import digest
 from titans_pt.tools.statistics import doubling, proportion
-
-log = logging.getLogger(__name__)
 
 ROWS = 32
 """Samples read at once."""
@@ -72,15 +69,12 @@ class StateAnswers:
         """(rows, T) bool: the best guess after each token is its target."""
         model, device = self.loaded.model, device_of(self.loaded.model)
         kept = self.loaded.results.reading(key)
-        right, state, done = np.zeros(targets.shape, dtype=bool), None, 0
-        if kept.exists():
-            try:
-                (state, packed), done = load_state(kept, device), int(read_about(kept)["tokens"])
-                right[:, :done] = np.unpackbits(packed.cpu().numpy(), axis=1, count=done)
-            except UserError as error:  # our own file, and all that is lost is time
-                log.warning("%s; the samples are read again from their first token", error)
-                state, done = None, 0
-        saved = done
+        right = np.zeros(targets.shape, dtype=bool)
+        state, about = killed_reading(kept, device)
+        saved = done = int(about.get("tokens", 0))
+        if done:
+            state, packed = state
+            right[:, :done] = np.unpackbits(packed.cpu().numpy(), axis=1, count=done)
         while done < ids.shape[1]:
             stop = min(done + self.prefill_tokens, ids.shape[1], saved + self.save_every)
             logits, state = model(ids[:, done:stop].long().to(device), state)

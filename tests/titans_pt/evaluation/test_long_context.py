@@ -13,7 +13,7 @@ class Killed(Exception):
     pass
 
 
-def test_a_killed_reading_goes_on(tmp_path, prepared, monkeypatch):
+def test_a_killed_reading_goes_on(tmp_path, prepared, monkeypatch, caplog):
     model = load_run(untrained_run(tmp_path / "run", prepared)).model
     ids, path = torch.arange(100, dtype=torch.int32)[None], tmp_path / "kept" / "reading.safetensors"
     logits, state = prefill(model, ids, 16)
@@ -39,6 +39,7 @@ def test_a_killed_reading_goes_on(tmp_path, prepared, monkeypatch):
     path.write_bytes(b"damaged")
     reading = long_context.read(model, ids, 16, 30, path)
     assert [row["tokens"] for row in reading.stretches] == [30, 60, 90, 100] and not path.exists()
+    assert "read again from the first token" in caplog.text and "titans generate" not in caplog.text
     torch.testing.assert_close(reading.logits, logits)
 
 
