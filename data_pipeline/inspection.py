@@ -136,7 +136,8 @@ def _print_lengths(stream: IndexedDataset) -> None:
     for lengths in stream.lengths():
         counts += np.bincount(np.frexp(np.maximum(lengths, 1))[1] - 1, minlength=32)
     print(f"\n{stream.prefix.name}: {len(stream.document_starts):,} documents, {stream.tokens:,} tokens; by tokens:")
-    for power in range(np.flatnonzero(counts).min(initial=0), np.flatnonzero(counts).max(initial=-1) + 1):
+    powers = np.flatnonzero(counts)
+    for power in range(powers[0], powers[-1] + 1) if len(powers) else ():
         bar = "#" * int(-(-_BAR * counts[power] // counts.max()))
         print(f"  {2**power:>9,} to {2 ** (power + 1) - 1:>9,} {counts[power]:>12,} {bar}".rstrip())
 
