@@ -51,6 +51,14 @@ class Questions(Protocol):
         """ids (length,) int64, and the places (P,) int64 of the questions' last tokens; an answer follows each."""
 
 
+class WithChance(Questions, Protocol):
+    """Questions whose answers can be guessed."""
+
+    @property
+    def chance(self) -> float:
+        """Accuracy of a guesser who knows which tokens are answers, and nothing else."""
+
+
 def at_stage(every: Sequence[Stage], position: int | None, task: Task) -> Stage:
     """Return the training stage in which the row ``position`` is read; None (validation) gives the last stage.
 
@@ -284,13 +292,13 @@ class AnswerTask(AnswersOnly):
     """Dataset class that packs its samples into rows."""
 
     @abstractmethod
-    def questions(self, position: int | None) -> Questions:
+    def questions(self, position: int | None) -> WithChance:
         """Samples of the training row at ``position``; None: samples of validation."""
 
     @property
-    @abstractmethod
     def chance(self) -> float:
-        """Accuracy of a guesser who knows which tokens are answers, and nothing else."""
+        """:attr:`WithChance.chance` of the samples of validation."""
+        return self.questions(None).chance
 
     def build_model(self) -> LanguageModel:
         return build_model(self.config.model)

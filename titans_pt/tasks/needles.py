@@ -150,14 +150,8 @@ class Needles(AnswerTask):
             f"at least {6 * max(counts)} for {max(counts)} needles",
         )
 
-    def drawn(self, length: int) -> NeedlesInNoise:
-        """Samples that training draws at a length."""
-        return NeedlesInNoise(self.config.model.vocab_size, length, self.settings.needles, self.settings.held_out)
-
     def questions(self, position: int | None) -> NeedlesInNoise:
         """Samples at ``position``: all samples of a step have one length; validation has the last length."""
-        return self.drawn(at_stage(stages(self.settings.lengths), position, self))
-
-    @property
-    def chance(self) -> float:
-        return self.questions(None).chance
+        settings = self.settings
+        length = at_stage(stages(settings.lengths), position, self)
+        return NeedlesInNoise(self.config.model.vocab_size, length, settings.needles, settings.held_out)

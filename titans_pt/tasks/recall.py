@@ -116,7 +116,3 @@ class Recall(AnswerTask):
 
     def questions(self, position: int | None) -> MQAR:
         return self.mqar
-
-    @property
-    def chance(self) -> float:
-        return self.mqar.chance

@@ -331,7 +331,3 @@ class StateTracking(AnswerTask):
     def asked(self, length: int) -> States:
         """Samples of ``length`` elements, for evaluation."""
         return self.problem_of(self.settings, [length])
-
-    @property
-    def chance(self) -> float:
-        return self.questions(None).chance
