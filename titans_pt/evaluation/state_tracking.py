@@ -57,10 +57,11 @@ class StateAnswers:
         found = []
         for length in lengths:
             end = length * self.tokens
-            last = asked[:, :end].shape[1] - 1 - asked[:, :end][:, ::-1].argmax(1)
-            whole = (right | ~asked)[:, :end].all(1)
-            found.append({"length": length, "last": int(right[np.arange(rows), last].sum()), "whole": int(whole.sum()),
-                          "right": int(right[:, :end].sum()), "answers": int(asked[:, :end].sum())})  # fmt: skip
+            own, here = right[:, :end], asked[:, :end]
+            last = end - 1 - here[:, ::-1].argmax(1)
+            whole = (own | ~here).all(1)
+            found.append({"length": length, "last": int(own[np.arange(rows), last].sum()), "whole": int(whole.sum()),
+                          "right": int(own.sum()), "answers": int(here.sum())})  # fmt: skip
         positions = [[int(right[:, bucket].sum()), int(asked[:, bucket].sum())] for bucket in doubling(asked.shape[1])]
         return {"first": first, "rows": rows, "lengths": found, "positions": positions}
 
