@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -188,7 +189,7 @@ class _Whole:
 
     def counts(self, parts: Sequence[Part]) -> list[int]:
         lengths = [0, *(len(self.ids(parts[:i])) for i in range(1, len(parts) + 1))]
-        return [b - a for a, b in zip(lengths, lengths[1:], strict=False)]
+        return [b - a for a, b in pairwise(lengths)]
 
     def ids(self, parts: Sequence[Part]) -> Tensor:
         return torch.tensor(self.tokenizer.document(prompt_text(parts, self.haystack)), dtype=torch.int32)

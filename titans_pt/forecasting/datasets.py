@@ -69,8 +69,7 @@ def load(
         UserError: ``series`` is neither a name nor a file, cannot be fetched, or is malformed.
     """
     if series in PACKAGED:
-        found = _packaged(series)
-        return _chosen(found, columns)
+        return _chosen(_packaged(series), columns)
     path = folder / FILES[series] if series in FILES else Path(series)
     if not path.is_file():
         where = f"data.dir={folder} has no {FILES[series]}; put it there" if series in FILES else (

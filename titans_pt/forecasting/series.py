@@ -335,7 +335,7 @@ def _without_zone(dates: list[datetime]) -> list[datetime]:
 
 
 def _ascend(dates: list[datetime]) -> bool:
-    return all(a < b for a, b in zip(dates, dates[1:], strict=False))
+    return all(a < b for a, b in pairwise(dates))
 
 
 def _uneven(dates: list[datetime]) -> int:

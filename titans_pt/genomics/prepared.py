@@ -7,6 +7,7 @@ import zipfile
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -133,7 +134,7 @@ def read(folder: Path) -> PreparedSet:
     for name in SPLITS:
         ends = np.cumsum(arrays[f"{name}_lengths"]).tolist()
         joined = letters[arrays[f"{name}_ids"]].tobytes()
-        sequences = [joined[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+        sequences = [joined[start:end] for start, end in pairwise([0, *ends])]
         splits[name] = Split(sequences, arrays[f"{name}_labels"].astype(np.int64))
     return PreparedSet(LabelledSet(tuple(manifest["classes"]), letters=manifest["letters"], **splits), manifest)
 

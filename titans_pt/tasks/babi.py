@@ -6,6 +6,7 @@ where its carrier goes; the last fact counts). They are newly drawn, not bAbI's 
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from random import Random
 
 PEOPLE = ("Mary", "John", "Sandra", "Daniel")
@@ -127,7 +128,7 @@ def _qa3(world: _World, random: Random) -> Iterator[Questions]:
         yield [
             (f"Where was the {thing} before the {place}?", before)
             for thing, places in world.seen.items()
-            for before, place in zip(places, places[1:], strict=False)
+            for before, place in pairwise(places)
             if places.count(place) == 1
         ]
 
