@@ -105,7 +105,7 @@ def read(
 
 
 def killed_reading(path: Path, device: torch.device) -> tuple[Any, dict[str, str]]:
-    """State and ``about`` that a killed reading saved in ``path``; None and {} without a file, or with a damaged one."""
+    """State and ``about`` that a killed reading left in ``path``; None and {} if there is no file or a damaged one."""
     if path.exists():
         try:
             return load_state(path, device), read_about(path)

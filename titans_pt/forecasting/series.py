@@ -420,11 +420,10 @@ def _check_holes(
         holes: bool (rows, channels), where a number is missing.
         fixed: whether the user cannot choose the columns.
     """
-    empty = holes.all(0)
-    if empty.any():
-        remedy = ", ".join(name for name, none in zip(columns, empty, strict=True) if not none)
-        raise UserError(f"{path}: the column {columns[int(empty.argmax())]!r} has no number at all; "
-                        + (f"set forecast.columns=[{remedy}]" if remedy and not fixed else "fill it"))  # fmt: skip
+    known = [name for name, missed in zip(columns, holes.T, strict=True) if not missed.all()]
+    if empty := [name for name in columns if name not in known]:
+        remedy = f"set forecast.columns=[{', '.join(known)}]" if known and not fixed else "fill it"
+        raise UserError(f"{path}: the column {empty[0]!r} has no number at all; {remedy}")
     if not (count := int(holes.sum())):
         return
     share = f"{100 * holes.mean():.2g} %"
