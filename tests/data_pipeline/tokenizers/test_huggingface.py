@@ -262,7 +262,6 @@ def test_broken_or_lossy(tmp_path, byte_level):
         load_tokenizer(path)
 
 
-@pytest.mark.slow  # building it takes half a minute
 def test_chat_templates_that_cannot_be_read(byte_level, tmp_path):
     path = tmp_path / "tokenizer.json"
     path.write_bytes(byte_level.read_bytes())
@@ -273,6 +272,7 @@ def test_chat_templates_that_cannot_be_read(byte_level, tmp_path):
         load_tokenizer(path)
 
 
+@pytest.mark.slow  # building it takes half a minute
 def test_a_vocabulary_over_uint16(tmp_path, byte_level, config):
     large = tokenizers.Tokenizer.from_file(str(byte_level))
     large.add_tokens([f"Document 0 {i}" for i in range(65_500)])
