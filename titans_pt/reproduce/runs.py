@@ -158,6 +158,11 @@ class Run:
     def _tried(self) -> list[list[float | None]]:
         return [[rate, loss if math.isfinite(loss) else None] for rate, loss in self.rates]
 
+    def _failed_before(self, records: Records) -> str:
+        """Reason why the run has no weights to start from: an earlier run failed; "" if none did."""
+        failed = [run.name for run in self.before if (record := run.record(records)) and record["failed"]]
+        return f"{failed[0]}, from which it starts, failed" if failed else ""
+
     def complete(self, records: Records, ranks: int, claim: int) -> int:
         """Do the missing work and write it to the record; return 0, or the status of a training that was stopped.
 
@@ -177,9 +182,10 @@ class Run:
             if begun := checkpoints.newest_complete(folder.checkpoints):
                 compare(folder.path, checkpoints.read_state(begun).config, config)
             began, cpu = _steps(folder), time.process_time()
+            status, failed = 0, self._failed_before(records)
             try:
-                status = loop.train(config) if ranks == 1 else _torchrun(config, ranks, claim)
-                failed = ""
+                if not failed:
+                    status = loop.train(config) if ranks == 1 else _torchrun(config, ranks, claim)
             except Diverged as error:  # other errors, such as a wrong setting, stop the study
                 status, failed = 0, str(error).partition(";")[0]
             if status:

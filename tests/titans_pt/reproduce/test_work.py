@@ -14,13 +14,16 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.processes import ENVIRONMENT
+from tests.titans_pt.reproduce.records import record
 from titans_pt.cli import run as titans
 from titans_pt.config.files import load_config
 from titans_pt.errors import Diverged, UserError
 from titans_pt.reproduce import runs
 from titans_pt.reproduce import work as working
 from titans_pt.reproduce.claims import claim
+from titans_pt.reproduce.order import Order, chosen, runs_of
 from titans_pt.reproduce.records import Records
+from titans_pt.reproduce.studies import study
 from titans_pt.training import loop
 
 HOLD = """
@@ -54,6 +57,18 @@ def test_a_claim_ends_with_the_processes_that_hold_it(tmp_path, who):
                 return
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+def test_a_stage_after_a_failed_one_fails_without_training(tmp_path, monkeypatch):
+    """An error of its missing weights would stop the whole study, and an early checkpoint would be taken for them."""
+    order = Order(tmp_path, models=["lmm"])
+    planned, records = runs_of(chosen(study("ruler", "tiny"), order), order), Records(tmp_path / "records")
+    records.write(planned[0].name, record(planned[0], failed="diverged"))
+    monkeypatch.setattr(loop, "train", lambda config: pytest.fail("trained"))
+    assert working.work(planned, tmp_path, records, 1, lambda: None) == 0
+    second, third = (records.read(f"lmm-stage-{n}-s0") for n in (2, 3))
+    assert second["failed"] == "lmm-stage-1-s0, from which it starts, failed" and second["trained"]["steps"] == 0
+    assert third["failed"] == "lmm-stage-2-s0, from which it starts, failed"
 
 
 @dataclass
