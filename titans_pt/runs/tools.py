@@ -27,7 +27,10 @@ def list_run(run: str):
             files, form = manifest["files"], manifest["format"]
             size = sum(file["bytes"] for file in files.values()) / 2**20
             grid = ", ".join(f"{key} {value}" for key, value in state.topology.items())
-        except (UserError, OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        except UserError as error:  # a later version wrote it
+            print(error)
+            continue
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             if os.path.lexists(path):  # else the run has just deleted it
                 print(f"{path}: incomplete or damaged ({error})")
             continue
