@@ -333,8 +333,8 @@ def read_state(path: Path) -> TrainerState:
     if "identity" not in tree:  # version 0.1.0 had no other task than language
         tree["identity"] = {"tokenizer": tree.pop("tokenizer_sha256"), "data": tree.pop("data_fingerprint")}
     if unknown := sorted(tree.keys() - {field.name for field in fields(TrainerState)}):
-        raise UserError(f"{path / TRAINER}: has {', '.join(unknown)}, which this version does not know; use the version "
-                        "that wrote it, or a later one")  # fmt: skip
+        raise UserError(f"{path / TRAINER}: has {', '.join(unknown)}, which this version does not know; use the "
+                        "version that wrote it, or a later one")  # fmt: skip
     return TrainerState(**tree)
 
 

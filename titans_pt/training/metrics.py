@@ -24,8 +24,8 @@ PEAK_FLOPS = {
 }  # fmt: skip
 """Dense bf16 FLOP/s of known GPUs, SXM unless the key says otherwise.
 
-A key is a part of the GPU's name that no digit follows (RTX A1000); the first that fits counts. Source: NVIDIA's data sheets, half of the figures with
-sparsity.
+A key is a part of the GPU's name that no digit follows (RTX A1000); the first that fits counts. Source: NVIDIA's data
+sheets, half of the figures with sparsity.
 """
 
 
