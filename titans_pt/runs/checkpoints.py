@@ -228,7 +228,7 @@ def verify(path: Path, content: bool = True) -> list[str]:
             return [f"{MANIFEST}: does not list {', '.join(absent)}"]
     except FileNotFoundError:
         return [f"{MANIFEST}: missing; the checkpoint was never completed"]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         if isinstance(error, OSError) and error.errno not in _DAMAGE:
             raise
         return [f"{MANIFEST}: cannot be read ({error})"]

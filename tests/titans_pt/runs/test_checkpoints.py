@@ -91,8 +91,12 @@ def flip(path):
     path.write_bytes(data)
 
 
+def nest(path):
+    path.write_text("[" * 100_000)
+
+
 @pytest.mark.parametrize("file", ["model.safetensors", "optimizer.safetensors", "trainer.json", "manifest.json"])
-@pytest.mark.parametrize("damage", [truncate, flip, os.remove])
+@pytest.mark.parametrize("damage", [truncate, flip, nest, os.remove])
 def test_a_damaged_checkpoint_is_named_and_the_one_before_taken(tmp_path, caplog, file, damage):
     good, bad = save(tmp_path, 5), save(tmp_path, 6)
     if file == "manifest.json" and damage is flip:
