@@ -69,6 +69,8 @@ GIB = real(lambda number: 0 < number < 2**40, "a number of GiB above 0")
 COUNTS = several(whole(1), "whole numbers of at least 1, with commas between")
 NAMES = Checked(lambda words: list(dict.fromkeys(words.split(","))), "names with commas between")
 """A list of str from words such as mac,mag, each once; the action knows which are allowed."""
+WORDS = Checked(shlex.split, "words, with a closing quote for each that opens")
+"""A list of str from words as a shell splits them."""
 
 
 class PathName(click.Path):

@@ -16,11 +16,13 @@ def data():
 @click.option("--verify", is_flag=True, help="compare the token files with their checksums")
 @click.option("--sample", type=whole(0), metavar="N", help="show the training sample at position N, counted from 0")
 @click.option("--step", type=whole(1), metavar="S", help="show the samples of training step S; not with --sample")
-@click.option("--count", type=whole(1), default=1, metavar="K", help="number of samples with --sample")
-def inspect(config, documents: int, verify: bool, sample: int | None, step: int | None, count: int):
+@click.option("--count", type=whole(1), metavar="K", help="number of samples with --sample (default: 1)")
+def inspect(config, documents: int, verify: bool, sample: int | None, step: int | None, count: int | None):
     """Show documents, tokens, lengths, and the content of samples."""
     if sample is not None and step is not None:
         raise click.UsageError("--sample and --step exclude each other; leave one out.")
+    if count is not None and sample is None:
+        raise click.UsageError("--count is a number of samples from --sample on; give --sample, or leave --count out.")
     from titans_pt.config.checks import checked, import_modules
     from titans_pt.data_pipeline.inspection import inspect_data
     from titans_pt.errors import UserError
@@ -38,4 +40,5 @@ def inspect(config, documents: int, verify: bool, sample: int | None, step: int 
     def opened():
         return task_of(checked(config)).open().train
 
-    inspect_data(config, sample, step, count, documents, verify, opened if issubclass(kind, AnswersOnly) else None)
+    only = opened if issubclass(kind, AnswersOnly) else None
+    inspect_data(config, sample, step, count or 1, documents, verify, only)

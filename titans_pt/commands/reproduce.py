@@ -1,9 +1,8 @@
-import shlex
 from pathlib import Path
 
 import click
 
-from titans_pt.commands._arguments import FOLDER, GIB, NAMES, overrides, real, several, study_ranks, whole
+from titans_pt.commands._arguments import FOLDER, GIB, NAMES, WORDS, overrides, real, several, study_ranks, whole
 
 SECTION = "study"
 WRITES = "--out"
@@ -43,7 +42,7 @@ RATES = several(
 @click.option(
     "--submit", type=whole(1), metavar="N", help="queue N workers under SLURM, one node each, instead of running here"
 )
-@click.option("--sbatch", default="", metavar="WORDS", help="sbatch options for --submit")
+@click.option("--sbatch", type=WORDS, metavar="WORDS", help="sbatch options for --submit")
 @click.option(
     "--memory", type=GIB, metavar="GIB",
     help="GPU memory per rank, for --dry-run (default: this machine's; without a GPU nothing is refused)",
@@ -51,8 +50,8 @@ RATES = several(
 @click.option("--dry-run", is_flag=True, help="print the runs, their cost and their progress")
 def reproduce(
     target: str, overrides: tuple[str, ...], size: str, models: list[str] | None, seeds: list[int] | None,
-    out: Path | None, tokens: int | None, rates: list[float] | None, ranks: int | None, submit: int | None, sbatch: str,
-    memory: float | None, dry_run: bool,
+    out: Path | None, tokens: int | None, rates: list[float] | None, ranks: int | None, submit: int | None,
+    sbatch: list[str] | None, memory: float | None, dry_run: bool,
 ) -> int:  # fmt: skip
     """Reproduce a table or figure of the paper: train, evaluate, tabulate."""
     from titans_pt.errors import UserError
@@ -62,6 +61,8 @@ def reproduce(
 
     if memory is not None and not dry_run:
         raise UserError(f"--memory: given {memory:g}, which only --dry-run uses, to say what would fit; leave it out")
+    if sbatch is not None and submit is None:
+        raise UserError("--sbatch: given, but only --submit uses it; leave it out, or give --submit N")
     whole = study(target, size)
     order = Order(out or Path("runs/reproduce") / size, models, seeds, tokens, rates or (), overrides)
     if dry_run:
@@ -74,7 +75,7 @@ def reproduce(
             "--seeds": _joined(seeds), "--rates": _joined(rates),
         }  # fmt: skip
         own = [word for name, value in given.items() if value is not None for word in (name, str(value))]
-        reproduce.submit([target, *own, *overrides], submit, shlex.split(sbatch))
+        reproduce.submit([target, *own, *overrides], submit, sbatch or [])
         return 0
     return reproduce.reproduce(whole, order, ranks)
 

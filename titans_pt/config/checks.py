@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from titans_pt.config.history import as_stored
 from titans_pt.config.names import named, packaged
-from titans_pt.config.plain import usual
+from titans_pt.config.plain import FLOAT, usual
 from titans_pt.config.sections import own_section
 from titans_pt.config.tree import Config
 from titans_pt.config.words import known_paths, unknown_key
@@ -40,7 +40,7 @@ def checked(config: Config) -> Config:
     mixers = {name: find_mixer(name) for name in config.model.kinds}
     for suite in config.evaluation.suites if config.evaluation.every else ():
         _need(suite in task.suites, "evaluation.suites", suite, f"allowed: {', '.join(task.suites) or 'none'}")
-    if config.train.stop_when:
+    if config.train.stop_when is not None:
         figure, _, _ = stop_condition(config.train.stop_when)
         _need(
             figure in task.figures,
@@ -170,15 +170,11 @@ def stop_condition(text: str) -> tuple[str, str, float]:
     """Parses train.stop_when: "accuracy >= 0.99" -> ("accuracy", ">=", 0.99).
 
     Raises:
-        UserError: the value is not a number.
+        UserError: it is none.
     """
-    parts = re.fullmatch(r"\s*(\w+)\s*([<>]=)\s*(\S+)\s*", text)
-    assert parts  # the setting's pattern guarantees it
-    figure, sign, value = parts.groups()
-    try:
-        return figure, sign, float(value)
-    except ValueError:
-        raise UserError(f"train.stop_when: given {text!r}; write it as in 'accuracy >= 0.99'") from None
+    if not (parts := re.fullmatch(rf"\s*(\w+)\s*([<>]=)\s*({FLOAT.pattern})\s*", text)):
+        raise UserError(f"train.stop_when: given {text!r}; write it as in 'accuracy >= 0.99'")
+    return parts[1], parts[2], float(parts[3])
 
 
 def completed(tree: dict) -> dict:

@@ -15,7 +15,7 @@ FORMER_DEFAULTS: dict[str, Any] = {
     "model.memory.gates": "sigmoid",
     "model.memory.projections": "silu",
     "model.mab.join": "added",
-    "model.memory.deep_steps": lambda memory: "full" if memory.get("depth", 2) > 2 else "small",
+    "model.memory.deep_steps": lambda memory: "full" if memory.get("depth") in (3, 4) else "small",
 }
 """Settings that older stored trees lack -> the value for the earlier behaviour, or a function of the section.
 

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field, model_validator
 
 from titans_pt.config.fields import NonNegative, Positive, Section
+from titans_pt.config.plain import usual
 
 FORMER_NAMES = {"model.segment": "model.mac.segment", "model.memory_tokens": "model.mac.memory_tokens"}
 """Earlier name -> today's name; both are accepted."""
@@ -31,8 +32,13 @@ def with_todays_names(tree: dict) -> dict:
         *sections, key = today.split(".")
         section = tree
         for name in sections:
-            section = section.setdefault(name, {})
-        section.setdefault(key, value)
+            if usual(section.get(name)) is None:
+                section[name] = {}
+            section = section[name]
+            if not isinstance(section, dict):  # validation refuses it
+                break
+        else:
+            section.setdefault(key, value)
     return tree
 
 

@@ -12,7 +12,7 @@ class TrainConfig(Section):
     """Optimiser steps of the whole schedule."""
     stop_at: Positive | None = None
     """Write a checkpoint and stop after this step; the schedule stays that of max_steps."""
-    stop_when: Annotated[str, Field(pattern=r"^\s*\w+\s*[<>]=\s*[-+0-9.eE]+\s*$")] | None = None
+    stop_when: str | None = None
     """Stop early at the first validation (train.eval_every) that reaches a target: "loss <= 3.2", "accuracy >= 0.99".
     The schedule stays that of max_steps. Null: train to max_steps."""
     patience: Positive | None = None

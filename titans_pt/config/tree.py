@@ -5,6 +5,7 @@ follows the field; docs.py makes docs/settings.md and the JSON schema from these
 rest of the project: config is plain data.
 """
 
+import functools
 import json
 import math
 from typing import Any, Literal
@@ -89,182 +90,119 @@ class Config(Section):
         return self
 
     def _check_training(self):
-        t = self.train
-        _need(
-            t.batch_tokens % self.data.seq_len == 0,
-            "train.batch_tokens",
-            t.batch_tokens,
+        need, t = self._need, self.train
+        need(
+            t.batch_tokens % self.data.seq_len == 0, "train.batch_tokens",
             f"must be a multiple of data.seq_len={self.data.seq_len}",
-        )
-        _need(
-            t.init_from is not None or not t.init_fresh,
-            "train.init_fresh",
-            t.init_fresh,
-            "only with train.init_from; leave it out",
-        )
-        _need(
-            t.warmup_steps < t.max_steps,
-            "train.warmup_steps",
-            t.warmup_steps,
-            f"must be below train.max_steps={t.max_steps}",
-        )
-        _need(
-            t.decay_steps is None or t.schedule in ("wsd", "halving"),
-            "train.decay_steps",
-            t.decay_steps,
+        )  # fmt: skip
+        need(t.init_from is not None or not t.init_fresh, "train.init_fresh", "only with train.init_from; leave it out")
+        need(t.warmup_steps < t.max_steps, "train.warmup_steps", f"must be below train.max_steps={t.max_steps}")
+        need(
+            t.decay_steps is None or t.schedule in ("wsd", "halving"), "train.decay_steps",
             f"only with train.schedule=wsd or halving, not with {t.schedule}",
+        )  # fmt: skip
+        most = t.max_steps - t.warmup_steps
+        need(
+            (t.decay_steps or 0) <= most, "train.decay_steps", f"at most train.max_steps - train.warmup_steps = {most}"
         )
-        _need(
-            (t.decay_steps or 0) <= t.max_steps - t.warmup_steps,
-            "train.decay_steps",
-            t.decay_steps,
-            f"at most train.max_steps - train.warmup_steps = {t.max_steps - t.warmup_steps}",
-        )
-        _need(
-            t.patience is None or t.eval_every > 0,
-            "train.patience",
-            t.patience,
-            "only with train.eval_every above 0, the steps between two validations",
-        )
-        _need(
-            t.stop_when is None or t.eval_every > 0,
-            "train.stop_when",
-            t.stop_when,
-            "only with train.eval_every above 0, the steps between two validations",
-        )
+        for setting in ("patience", "stop_when"):
+            need(
+                getattr(t, setting) is None or t.eval_every > 0, f"train.{setting}",
+                "only with train.eval_every above 0, the steps between two validations",
+            )  # fmt: skip
         # Every loss at the limit multiplies the running variance by (1 - 1/W)(1 + d^2 / W), which must be above 1.
         least = math.sqrt(t.spike_window / (t.spike_window - 1))
-        _need(
-            t.spike_deviations is None or t.spike_deviations > least,
-            "train.spike_deviations",
-            t.spike_deviations,
-            f"must be above {least:.4g} with train.spike_window={t.spike_window}, else a loss that stays higher "
-            "would be skipped for ever",
-        )
-        _need(
-            t.stop_at is None or t.stop_at <= t.max_steps,
-            "train.stop_at",
-            t.stop_at,
-            f"at most train.max_steps={t.max_steps}",
-        )
+        need(
+            t.spike_deviations is None or t.spike_deviations > least, "train.spike_deviations",
+            f"must be above {least:.4g} with train.spike_window={t.spike_window}, else a loss that stays higher would "
+            "be skipped for ever",
+        )  # fmt: skip
+        need(t.stop_at is None or t.stop_at <= t.max_steps, "train.stop_at", f"at most train.max_steps={t.max_steps}")
 
     def _check_write_cost(self):
-        cost = self.model.memory.write_cost
-        _need(
-            not (self.train.compile and cost),
-            "train.compile",
-            True,
+        need, cost = self._need, self.model.memory.write_cost
+        need(
+            not (self.train.compile and cost), "train.compile",
             "not with model.memory.write_cost, whose gates are read between a block's kernels; leave it at null",
-        )
-        _need(
-            self.model.memory.theta == "bounded" or not cost,
-            "model.memory.write_cost",
-            cost,
+        )  # fmt: skip
+        need(
+            self.model.memory.theta == "bounded" or not cost, "model.memory.write_cost",
             "only with model.memory.theta=bounded; leave it out",
-        )
+        )  # fmt: skip
 
     def _check_parallel(self):
-        t, p = self.train, self.parallel
-        _need(
-            p.node_ranks is None or (p.zero_stage == 3 and p.tensor == 1),
-            "parallel.node_ranks",
-            p.node_ranks,
+        need, t, p, length = self._need, self.train, self.parallel, self.data.seq_len
+        need(
+            p.node_ranks is None or (p.zero_stage == 3 and p.tensor == 1), "parallel.node_ranks",
             "only with parallel.zero_stage=3 and parallel.tensor=1",
-        )
-        _need(
-            p.gather_bucket is None or p.zero_stage < 3,
-            "parallel.gather_bucket",
-            p.gather_bucket,
+        )  # fmt: skip
+        need(
+            p.gather_bucket is None or p.zero_stage < 3, "parallel.gather_bucket",
             "ZeRO 3 has no such exchange; leave it out",
-        )
-        _need(
-            t.optimizer != "muon" or p.zero_stage < 3,
-            "parallel.zero_stage",
-            p.zero_stage,
+        )  # fmt: skip
+        need(
+            t.optimizer != "muon" or p.zero_stage < 3, "parallel.zero_stage",
             "at most 2 with train.optimizer=muon: ZeRO 3 cuts every matrix over all ranks",
-        )
-        context = p.context
-        _need(
-            self.data.seq_len % context == 0,
-            "parallel.context",
-            context,
-            f"must divide data.seq_len={self.data.seq_len}, of which each rank has a piece; set it to "
-            f"{math.gcd(self.data.seq_len, context)}",
-        )
-        if context > 1:
-            self._check_context(context)
+        )  # fmt: skip
+        need(
+            length % p.context == 0, "parallel.context",
+            f"must divide data.seq_len={length}, of which each rank has a piece; set it to "
+            f"{math.gcd(length, p.context)}",
+        )  # fmt: skip
+        if p.context > 1:
+            self._check_context()
         if t.wavefront is not None:
-            self._check_wavefront(t.wavefront)
-        _need(
-            not (t.compile and p.zero_stage == 3),
-            "train.compile",
-            True,
-            "ZeRO 3 gathers parameters in the middle of a block, which cannot be compiled; set "
-            "parallel.zero_stage=2, or leave train.compile at null",
-        )
+            self._check_wavefront()
+        need(
+            not (t.compile and p.zero_stage == 3), "train.compile",
+            "ZeRO 3 gathers parameters in the middle of a block, which cannot be compiled; set parallel.zero_stage=2, "
+            "or leave train.compile at null",
+        )  # fmt: skip
 
-    def _check_context(self, context: int):
-        t, p = self.train, self.parallel
-        _need(
-            p.zero_stage < 3,
-            "parallel.zero_stage",
-            p.zero_stage,
-            f"at most 2 with parallel.context={context}: its ranks are at different layers, and ZeRO 3 gathers a "
+    def _check_context(self):
+        need, p = self._need, self.parallel
+        need(
+            p.zero_stage < 3, "parallel.zero_stage",
+            f"at most 2 with parallel.context={p.context}: its ranks are at different layers, and ZeRO 3 gathers a "
             "layer's parameters from all of them",
-        )
-        _need(
-            p.reduce_bucket is None,
-            "parallel.reduce_bucket",
-            p.reduce_bucket,
-            f"must be null with parallel.context={context}: its ranks are at different layers, and can exchange "
+        )  # fmt: skip
+        need(
+            p.reduce_bucket is None, "parallel.reduce_bucket",
+            f"must be null with parallel.context={p.context}: its ranks are at different layers, and can exchange "
             "gradients at the end alone",
-        )
-        _need(
-            not t.compile,
-            "train.compile",
-            True,
-            f"not with parallel.context={context}, where states go from rank to rank between blocks; leave it at null",
-        )
+        )  # fmt: skip
+        need(
+            not self.train.compile, "train.compile",
+            f"not with parallel.context={p.context}, where states go from rank to rank between blocks; leave it at "
+            "null",
+        )  # fmt: skip
 
-    def _check_wavefront(self, tokens: int):
-        t, p = self.train, self.parallel
-        _need(
-            p.context == 1,
-            "train.wavefront",
-            tokens,
+    def _check_wavefront(self):
+        need, t, p = self._need, self.train, self.parallel
+        need(
+            p.context == 1, "train.wavefront",
             f"must be null with parallel.context={p.context}, whose ranks are at different layers anyway",
-        )
-        _need(
-            p.tensor == 1 or not p.sequence,
-            "train.wavefront",
-            tokens,
+        )  # fmt: skip
+        need(
+            p.tensor == 1 or not p.sequence, "train.wavefront",
             "must be null with parallel.sequence, under which a piece of a rank's tokens is no piece of the sequence",
-        )
-        _need(
-            p.zero_stage < 3,
-            "train.wavefront",
-            tokens,
+        )  # fmt: skip
+        need(
+            p.zero_stage < 3, "train.wavefront",
             "must be null with parallel.zero_stage=3, which gathers parameters layer after layer",
-        )
-        _need(
-            p.reduce_bucket is None or bool(p.overlap),
-            "parallel.reduce_bucket",
-            p.reduce_bucket,
+        )  # fmt: skip
+        need(
+            p.reduce_bucket is None or bool(p.overlap), "parallel.reduce_bucket",
             "must be null with train.wavefront, whose layers hand over gradients from several streams; or set "
             "parallel.overlap=true, with which an exchange waits for all of them",
-        )
-        _need(
-            not t.compile,
-            "train.compile",
-            True,
-            "not with train.wavefront, whose pieces have states; leave it at null",
-        )
+        )  # fmt: skip
+        need(not t.compile, "train.compile", "not with train.wavefront, whose pieces have states; leave it at null")
 
-
-def _need(ok: bool, path: str, given: Any, allowed: str):
-    """Raise ValueError, which validation makes the error of one line, unless ``ok``."""
-    if not ok:
-        raise ValueError(f"{path}: given {given!r}; {allowed}")
+    def _need(self, ok: bool, path: str, allowed: str):
+        """Raises ValueError, which validation makes the error of one line, unless ``ok``."""
+        if not ok:
+            given = functools.reduce(getattr, path.split("."), self)
+            raise ValueError(f"{path}: given {given!r}; {allowed}")
 
 
 def config_hash(section: Section) -> str:

@@ -20,7 +20,8 @@ from titans_pt.errors import UserError
 def typed(value: Any, kind: Any, path: str = "", expand: bool = True) -> Any:
     """Converts a tree from YAML to the types of its settings (:meth:`Unquoted.read`) and expands paths.
 
-    Keys that are not settings of ``kind`` (sections of mixers and tasks, mistyped names) are left unchanged.
+    What stands under keys that are not settings of ``kind`` (sections of mixers and tasks, mistyped names) is left
+    unchanged.
 
     Args:
         kind: a section, or the annotation of a field.
@@ -33,7 +34,7 @@ def typed(value: Any, kind: Any, path: str = "", expand: bool = True) -> Any:
 
     def leaf(word: Any, kinds: dict[Any, bool], place: str) -> Any:
         word = word.read(set(kinds)) if isinstance(word, Unquoted) else word
-        if word is None and NoneType not in kinds and any(map(_is_section, kinds)):
+        if word is None and NoneType not in kinds and any(kind is dict or _is_section(kind) for kind in kinds):
             return {}  # a section's key with nothing, or only comments, under it
         return expanded(word, place) if expand and isinstance(word, str) and kinds.get(str) else word
 
@@ -66,10 +67,13 @@ def _is_section(kind: Any) -> bool:
 
 
 def _field(section: type[BaseModel], key: str, value: Any, leaf: Callable, path: str) -> Any:
-    field = section.model_fields.get(key)
-    if field is None:
+    kind: Any
+    if field := section.model_fields.get(key):
+        kind = Annotated[field.annotation, *field.metadata] if field.metadata else field.annotation
+    elif section.model_config.get("extra") == "allow":
+        kind = dict  # the section of a mixer, memory rule or task, which converts what is in it
+    else:
         return value
-    kind = Annotated[field.annotation, *field.metadata] if field.metadata else field.annotation
     return mapped(value, kind, leaf, f"{path}.{key}".lstrip("."))
 
 

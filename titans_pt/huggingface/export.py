@@ -21,7 +21,7 @@ from titans_pt.data_pipeline.tokenizers import FILES, saved_tokenizer
 from titans_pt.data_pipeline.tokenizers.chat import answer_ends
 from titans_pt.errors import UserError
 from titans_pt.huggingface.card import model_card
-from titans_pt.huggingface.llama import NAMES, read_llama, source_of
+from titans_pt.huggingface.llama import NAMES, model_type, read_llama, source_of
 from titans_pt.huggingface.modeling import TitansConfig, TitansForCausalLM, TitansTokenizer
 from titans_pt.huggingface.source import CARRIED, HEAD
 from titans_pt.layers.lora import merged
@@ -107,7 +107,7 @@ def _replaced(folder: Path) -> list[Path]:
     ours = [path for pattern in _EXPORTED for path in sorted(folder.glob(pattern))]
     if config.exists():
         ours = [config, *ours]
-    if ours and not cut and _model_type(config) != TitansConfig.model_type:
+    if ours and not cut and model_type(folder) != TitansConfig.model_type:
         raise UserError(f"--out {folder}: holds {ours[0].name}, which titans export did not write; name another folder")
     return [*ours, *(path for path in folder.glob("*.py") if _carried(path)), *cut]
 
@@ -116,14 +116,6 @@ def _carried(path: Path) -> bool:
     """Whether a Python file is one that exports carry."""
     with path.open(encoding="utf-8", errors="replace") as file:
         return path.stem == CARRIED or HEAD.match(file.readline()) is not None
-
-
-def _model_type(config: Path) -> str | None:
-    """Model type in a config.json; None without one, or for another kind of file."""
-    try:
-        return json.loads(config.read_text(encoding="utf-8")).get("model_type")
-    except (OSError, ValueError, AttributeError):
-        return None
 
 
 def published(config: Config) -> dict:

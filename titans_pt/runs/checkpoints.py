@@ -21,7 +21,7 @@ import re
 import shutil
 from collections.abc import Callable, Collection, Iterable
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -228,7 +228,7 @@ def verify(path: Path, content: bool = True) -> list[str]:
             return [f"{MANIFEST}: does not list {', '.join(absent)}"]
     except FileNotFoundError:
         return [f"{MANIFEST}: missing; the checkpoint was never completed"]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         if isinstance(error, OSError) and error.errno not in _DAMAGE:
             raise
         return [f"{MANIFEST}: cannot be read ({error})"]
@@ -325,9 +325,16 @@ def undisturbed(folder: Path, read: Callable[[], T]) -> T:
 
 
 def read_state(path: Path) -> TrainerState:
+    """
+    Raises:
+        UserError: a later version wrote the checkpoint, with progress that this version does not know.
+    """
     tree = json.loads(_text(path / TRAINER))
     if "identity" not in tree:  # version 0.1.0 had no other task than language
         tree["identity"] = {"tokenizer": tree.pop("tokenizer_sha256"), "data": tree.pop("data_fingerprint")}
+    if unknown := sorted(tree.keys() - {field.name for field in fields(TrainerState)}):
+        raise UserError(f"{path / TRAINER}: has {', '.join(unknown)}, which this version does not know; use the "
+                        "version that wrote it, or a later one")  # fmt: skip
     return TrainerState(**tree)
 
 

@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save
 
 from titans_pt.errors import UserError
 from titans_pt.layers.state import moved, parts
 from titans_pt.models.mixers import MIXERS
 from titans_pt.tools.files import write_atomically
+from titans_pt.tools.tensor_files import open_tensors
 
 FORMAT = "titans-state-2"
 READABLE = ("titans-state-1", FORMAT)
@@ -77,12 +78,17 @@ def read_about(path: str | Path) -> dict[str, str]:
 
 
 def _open(path: str | Path) -> tuple[Any, dict[str, str]]:
-    """The open safetensors file of a state, and its metadata; UserError for anything else."""
+    """The open safetensors file of a state, and its metadata.
+
+    Raises:
+        UserError: it is anything else.
+        OSError: it cannot be opened.
+    """
     path = Path(path)
     if not path.is_file():
         raise UserError(f"{path}: no such state file; write one with: titans generate RUN --save-state FILE")
     try:
-        file = safe_open(path, framework="pt", device="cpu")
+        file = open_tensors(path)
     except SafetensorError as error:
         raise UserError(f"{path}: not a state file, or a damaged one ({error}); {_REMEDY}") from None
     metadata = file.metadata() or {}

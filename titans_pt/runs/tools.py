@@ -7,9 +7,12 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+from torch import Tensor
+
 from titans_pt.config.files import load_stored, validated
 from titans_pt.errors import UserError
 from titans_pt.runs import checkpoints
+from titans_pt.runs.checkpoints import TrainerState
 from titans_pt.runs.folder import RunFolder
 from titans_pt.runs.written import check_new, new_run
 from titans_pt.tasks import task_of
@@ -24,6 +27,9 @@ def list_run(run: str):
             files, form = manifest["files"], manifest["format"]
             size = sum(file["bytes"] for file in files.values()) / 2**20
             grid = ", ".join(f"{key} {value}" for key, value in state.topology.items())
+        except UserError as error:  # a later version wrote it
+            print(error)
+            continue
         except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             if os.path.lexists(path):  # else the run has just deleted it
                 print(f"{path}: incomplete or damaged ({error})")
@@ -114,34 +120,38 @@ def average_run(run: str, out: Path, last: int, steps: Sequence[int] = ()):
     Raises:
         UserError: fewer than two checkpoints, a damaged one, or ``out`` holds a run already.
     """
-    found, folder, target = _found(run), RunFolder(run), RunFolder(out)
+    folder, target = RunFolder(run), RunFolder(out)
     check_new(target)
-    complete = [checkpoints.step_of(path) for path in found if not checkpoints.verify(path, content=False)]
-    steps = sorted(set(steps)) or complete[-last:]
-    paths = [checkpoints.find(folder.checkpoints, step) for step in steps]
-    if len(paths) < 2:
-        raise UserError(f"{run}: an average needs two checkpoints, found {len(paths)} (steps "
-                        f"{checkpoints.steps_of(folder.checkpoints)}); a run keeps more with train.keep_last or "
-                        "train.keep_every")  # fmt: skip
-    state = checkpoints.read_state(paths[-1])
-    with ExitStack() as stack:
-        every = [stack.enter_context(checkpoints.Tensors(path)) for path in paths]
-        weights = {
-            name: (sum(each.get(checkpoints.WEIGHT, name).double() for each in every) / len(every)).float()
-            for name in every[0].shapes()
-        }
+
+    def mean() -> tuple[list[int], TrainerState, dict[str, Tensor]]:
+        complete = [checkpoints.step_of(path) for path in _found(run) if not checkpoints.verify(path, content=False)]
+        chosen = sorted(set(steps)) or complete[-last:]
+        paths = [checkpoints.find(folder.checkpoints, step) for step in chosen]
+        if len(paths) < 2:
+            raise UserError(f"{run}: an average needs two checkpoints, found {len(paths)} (steps "
+                            f"{checkpoints.steps_of(folder.checkpoints)}); a run keeps more with train.keep_last or "
+                            "train.keep_every")  # fmt: skip
+        with ExitStack() as stack:
+            every = [stack.enter_context(checkpoints.Tensors(path)) for path in paths]
+            weights = {
+                name: (sum(each.get(checkpoints.WEIGHT, name).double() for each in every) / len(every)).float()
+                for name in every[0].shapes()
+            }
+        return chosen, checkpoints.read_state(paths[-1]), weights
+
+    averaged, state, weights = checkpoints.undisturbed(folder.checkpoints, mean)
     folder.check_settings()
     config = validated(load_stored(folder.config).model_dump(mode="json"), [f"run.dir={out}"])
     task = task_of(config)
     task.restore(folder, state.identity)
-    told = ", ".join(map(str, steps))
+    told = ", ".join(map(str, averaged))
     origin = f"mean of {run} at steps {told}"
     state = replace(state, samples=0, adam_step=0, best={}, wandb_id=None, origin=origin)
     with new_run(target):
         checkpoints.save(target.checkpoints, weights, {}, state)
         task.keep(target)
         target.write_settings(config)
-    print(f"{out}: the mean of {len(steps)} checkpoints, of steps {told}")
+    print(f"{out}: the mean of {len(averaged)} checkpoints, of steps {told}")
 
 
 @contextmanager

@@ -127,19 +127,20 @@ class WandbLog:
         """
         if self._run is None:
             return
-        own = "WANDB_DATA_DIR" not in os.environ
+        given = os.environ.get("WANDB_DATA_DIR")
         try:
             import wandb
 
-            os.environ.setdefault("WANDB_DATA_DIR", str(self._kept.absolute()))
+            os.environ["WANDB_DATA_DIR"] = given or str(self._kept.absolute())
             artifact = wandb.Artifact(f"{self.id}-{name}", kind)
             artifact.add_dir(str(folder), skip_cache=True)
             self._run.log_artifact(artifact)
         except Exception as error:
             self._give_up(error)
-        finally:
-            if own:  # another run of this process has a folder of its own
-                os.environ.pop("WANDB_DATA_DIR", None)
+        finally:  # another run of this process has a folder of its own
+            os.environ.pop("WANDB_DATA_DIR", None)
+            if given is not None:
+                os.environ["WANDB_DATA_DIR"] = given
 
     def close(self, status: int = 0):
         """Ends W&B's run, which shows how this one ended.

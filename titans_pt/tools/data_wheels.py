@@ -24,7 +24,7 @@ from titans_pt.tools.cache import cache_folder
 from titans_pt.tools.files import check_room
 
 REGISTRY = "https://pypi.org/simple"
-"""Registry that is used without PIP_INDEX_URL."""
+"""Registry that is used without PIP_INDEX_URL, or if it is empty, as pip does."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ def _address(wheel: Wheel) -> str:
     Raises:
         requests.RequestException: the registry cannot be reached. LookupError: the registry does not have the wheel.
     """
-    page = f"{os.environ.get('PIP_INDEX_URL', REGISTRY).rstrip('/')}/{wheel.name}/"
+    page = f"{(os.environ.get('PIP_INDEX_URL') or REGISTRY).rstrip('/')}/{wheel.name}/"
     answer = requests.get(page, headers={"Accept": "text/html"}, timeout=60)
     answer.raise_for_status()
     for link, name in re.findall(r'<a\s[^>]*?href="([^"]+)"[^>]*>\s*([^<]+?)\s*</a>', answer.text):

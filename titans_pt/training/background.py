@@ -48,12 +48,6 @@ class BackgroundTask:
         if work is not None:
             work.result()
 
-    def settle(self):
-        """Waits for the work and ignores its exception."""
-        work, self._work = self._work, None
-        if work is not None:
-            work.exception()
-
     def close(self):
         """Waits for the work without raising what it raised."""
         self._pool.shutdown()

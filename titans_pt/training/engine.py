@@ -161,12 +161,12 @@ class Engine:
     def __init__(self, task: Task, model: nn.Module, ranks: Ranks):
         config = task.config
         deepspeed = _import_deepspeed()
-        sizes = {"tensor": config.parallel.tensor, "context": config.parallel.context}
-        self.topology = Topology(sizes, ranks.rank, ranks.world_size, ranks.patience)
+        parallel = config.parallel
+        self.topology = Topology(parallel.tensor, parallel.context, ranks.rank, ranks.world_size, ranks.patience)
         self.micro_batch, self.accumulation = local_batch(config, self.topology.data.size)
         check_node_ranks(config, ranks.world_size)
         self.parameters = sum(p.numel() for p in model.parameters())
-        self.split = TensorParallel(model, self.topology.tensor, config.parallel.sequence)
+        self.split = TensorParallel(model, self.topology.tensor, parallel.sequence)
         self._patterns = config.train.trainable
         freeze(model, self._patterns)  # after the cut, which puts hooks on gradients
         self.compiled = compiles(config, ranks.device)

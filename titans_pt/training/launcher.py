@@ -115,18 +115,15 @@ def options(environment: Mapping[str, str], program: Sequence[str] = ()) -> list
     Raises:
         UserError: a variable is missing or not a number; no GPU, and no number of processes.
     """
-    processes = _number(environment, "PROCESSES", torch.cuda.device_count())
+    processes = _number(environment, "PROCESSES", torch.cuda.device_count(), least=1)
     if not processes:
-        name, given = variable(environment, "PROCESSES")
-        if given:
-            raise UserError(f"{name}: given {given!r}; must be at least 1")
         raise UserError("TITANS_PROCESSES is not set, and this machine has no GPU; set it to the number of processes "
                         "per node")  # fmt: skip
     found = ["--nproc_per_node", str(processes), "--max_restarts", str(_number(environment, "RESTARTS", 3))]
     # Under nohup not SIGHUP: torchrun's own handler would end the processes that nohup protects.
     heard = [each.name for each in (*STOPS, signal.SIGQUIT) if each != signal.SIGHUP or hangs_up()]
     found += ["--signals_to_handle", ",".join(heard)]
-    nodes = _number(environment, "NODES", 1)
+    nodes = _number(environment, "NODES", 1, least=1)
     if nodes == 1:
         return [*found, "--nnodes", "1", "--standalone"]
     name, master = variable(environment, "MASTER")
@@ -195,12 +192,13 @@ def _job(environment: Mapping[str, str], program: Sequence[str]) -> str:
     return variable(environment, "JOB")[1] or f"titans-{hashlib.sha256(words).hexdigest()[:12]}"
 
 
-def _number(environment: Mapping[str, str], name: str, default: int) -> int:
+def _number(environment: Mapping[str, str], name: str, default: int, least: int = 0) -> int:
     name, text = variable(environment, name)
-    text = text or str(default)
-    if (value := number(text)) is None:
+    if not text:
+        return default
+    if (value := number(text)) is None or value < least:
         foreign = f"; another program's? TITANS_{name} comes first" if not name.startswith("TITANS_") else ""
-        raise UserError(f"{name}: given {text!r}; must be a whole number{foreign}")
+        raise UserError(f"{name}: given {text!r}; must be a whole number of at least {least}{foreign}")
     return value
 
 

@@ -4,6 +4,7 @@ import contextlib
 import json
 import logging
 import math
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,8 @@ PEAK_FLOPS = {
 }  # fmt: skip
 """Dense bf16 FLOP/s of known GPUs, SXM unless the key says otherwise.
 
-A key is a part of the GPU's name; the first that fits counts. Source: NVIDIA's data sheets, half of the figures with
-sparsity.
+A key is a part of the GPU's name that no digit follows (RTX A1000); the first that fits counts. Source: NVIDIA's data
+sheets, half of the figures with sparsity.
 """
 
 
@@ -130,4 +131,4 @@ def peak_flops(device: torch.device) -> float | None:
     name = torch.cuda.get_device_name(device)
     if " MIG " in name:
         return None
-    return next((peak for part, peak in PEAK_FLOPS.items() if part in name), None)
+    return next((peak for part, peak in PEAK_FLOPS.items() if re.search(rf"{part}(?!\d)", name)), None)

@@ -19,7 +19,7 @@ from titans_pt.models.backbone import Block
 from titans_pt.models.mixers import Mixer
 from titans_pt.models.mixers.common import any_memory
 from titans_pt.parallel import RankGroup, TensorParallel
-from titans_pt.parallel.topology import grid_shape, grid_text
+from titans_pt.parallel.topology import data_ranks, grid_text
 from titans_pt.tasks import Task, task_of
 from titans_pt.tools.processes import place
 from titans_pt.training.engine import check_node_ranks, local_batch, reduce_bucket, sums_in_fp32
@@ -169,7 +169,7 @@ def make_plan(task: Task, ranks: int | None = None, gpu: bool | None = None) -> 
     if world < 1:
         raise UserError(f"--ranks: given {world}; at least 1")
     check_node_ranks(config, world)
-    data, *_ = grid_shape({"tensor": tensor, "context": context}, world)
+    data = data_ranks(tensor, context, world)
     micro, accumulation = local_batch(config, data)
     with torch.device("meta"):
         model = task.build_model()

@@ -14,13 +14,14 @@ from titans_pt.parallel import RankGroup
 from titans_pt.tasks.base import backbone_of
 
 SURPRISE_TOKENS = 16
+ALONE = RankGroup()
 AT_THE_END = ("memory_norm", "momentum_norm", "surprise")
 """Figures of a sequence's end, which the last context rank reads."""
 
 
 @contextmanager
 def memory_probe(
-    model: nn.Module, tensor: RankGroup | None = None, context: RankGroup | None = None
+    model: nn.Module, tensor: RankGroup = ALONE, context: RankGroup = ALONE
 ) -> Iterator[Callable[[], dict[str, float]]]:
     """Observes the forward passes inside the ``with``; yields a function that returns the means over these passes.
 
@@ -36,7 +37,7 @@ def memory_probe(
 
     Args:
         tensor, context: ranks that share the model's heads, and the sequences. The function is collective among them,
-            and its means are over the heads and tokens of all. None: this rank has all.
+            and its means are over the heads and tokens of all.
     """
     seen: list[tuple[str, Tensor, int]] = []
 
@@ -67,10 +68,9 @@ def memory_probe(
         table = torch.zeros(len(names), 2, dtype=torch.float64, device=device)
         for name, total, count in seen:
             table[names.index(name)] += torch.stack([total.to(device), total.new_tensor(count, device=device)])
-        if context is not None and context.rank + 1 < context.size:
+        if context.rank + 1 < context.size:
             table[[name in AT_THE_END for name in names]] = 0
-        for group in (tensor, context):
-            table = table if group is None else group.all_reduce(table)
+        table = context.all_reduce(tensor.all_reduce(table))
         return {name: total / count for name, (total, count) in zip(names, table.tolist(), strict=True)}
 
     observing = ExitStack()

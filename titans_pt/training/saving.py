@@ -1,5 +1,6 @@
 """Writing checkpoints during a run, and deleting old ones."""
 
+import contextlib
 import hashlib
 import logging
 import threading
@@ -107,7 +108,8 @@ class Saver:
             self.ranks.on_first(self._end_writing)
         except OSError:
             self._stopped.set()
-            self._joining.settle()
+            with contextlib.suppress(Exception):
+                self._joining.wait()
             if self.config.run.spare_dir:
                 self._rescue(spare_folder(self.config.run.spare_dir, self.folder.path))
             raise

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from titans_pt.config import Config
@@ -24,7 +24,7 @@ from titans_pt.runs.folder import RunFolder
 from titans_pt.runs.loaded import differences, with_rows
 from titans_pt.tasks import Task
 from titans_pt.tools.patterns import check_patterns, matches
-from titans_pt.tools.tensor_files import check_sums
+from titans_pt.tools.tensor_files import check_sums, open_tensors
 
 log = logging.getLogger(__name__)
 EXPORTED = "model."
@@ -73,7 +73,7 @@ class Weights:
                 tensors = stack.enter_context(checkpoints.Tensors(self.path))
                 yield tensors.shapes(), partial(tensors.get, checkpoints.WEIGHT)
                 return
-            files = [stack.enter_context(safe_open(f, framework="pt", device="cpu")) for f in _exported(self.path)]
+            files = [stack.enter_context(open_tensors(file)) for file in _exported(self.path)]
             places = {key.removeprefix(EXPORTED): (file, key) for file in files for key in file.keys()}  # noqa: SIM118
             shapes = {name: tuple(file.get_slice(key).get_shape()) for name, (file, key) in places.items()}
             yield shapes, lambda name: places[name][0].get_tensor(places[name][1])
@@ -124,7 +124,7 @@ def _of_export(path: Path) -> Weights:
         if not file.is_file():
             raise UserError(f"it holds no {file.name}")
         try:
-            with safe_open(file, framework="pt", device="cpu"):
+            with open_tensors(file):
                 pass
         except SafetensorError as error:
             raise UserError(f"its {file.name} is damaged ({error}); copy or export it again") from None

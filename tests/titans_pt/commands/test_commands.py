@@ -10,7 +10,7 @@ import pytest
 
 from tests.helpers.command_line import leaves, parsed
 from titans_pt import cli, commands
-from titans_pt.commands._arguments import NAMES, Checked, Output, PathName
+from titans_pt.commands._arguments import NAMES, WORDS, Checked, Output, PathName
 from titans_pt.config.words import known_paths
 
 LEAVES = dict(leaves())
@@ -44,7 +44,18 @@ def test_no_line_of_a_list_of_commands_is_cut_short(words, capsys):
     assert [line for line in listed if line.endswith("...")] == []
 
 
+@pytest.mark.parametrize(("words", "user"), [
+    ("data inspect quickstart --count 2", "--sample"), ("generate run --prompt a --batch 2", "--prompts"),
+    ("reproduce recall --size tiny --dry-run --sbatch --exclusive", "--submit"),
+    ("reproduce recall --size tiny --memory 80", "--dry-run"),
+])  # fmt: skip
+def test_an_option_of_another_that_is_not_given_is_refused(words, user, capsys):
+    assert cli.run(words.split()) == 2
+    assert user in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("words", "option", "bad"), [
+    ("reproduce recall --size tiny --submit 1", "--sbatch", "'"),
     ("prepare c.yaml", "--workers", "0"), ("prepare c.yaml", "--shard", "2/2"), ("prepare c.yaml", "--shard", "1"),
     ("data inspect c.yaml", "--documents", "-1"), ("data inspect c.yaml", "--sample", "-1"),
     ("data inspect c.yaml", "--step", "0"), ("data inspect c.yaml", "--count", "0"),
@@ -76,7 +87,7 @@ def test_numbers_are_checked_before_any_work(words, option, bad, capsys, monkeyp
 
 NUMBERS = [
     (words, option.opts[-1]) for words, command in LEAVES.items() for option in command.params
-    if isinstance(option.type, Checked) and option.type is not NAMES
+    if isinstance(option.type, Checked) and option.type not in (NAMES, WORDS)
 ]  # fmt: skip
 
 

@@ -87,6 +87,8 @@ def test_the_resolved_tree_gives_itself_back(file):
     ("", ["model.mixers=[lmm,transformer]"], r"given 'transformer', which .*; set model.mixers=\[attention\], as it"),
     ("", ["model.mac.segmnt=40"], "model.mac.segmnt: unknown key .*nearest known key: model.mac.segment"),
     ("", ["model.windw=40"], "model.windw: unknown key .*nearest known key: model.window"),
+    ("model: {segment: 16, mac: 5}", [], r"model.mac: unknown key \(given 5\)"),
+    ("model: {windw: }", [], "model.windw: unknown key .*nearest known key: model.window"),
     ("", ["model.macc.segment=40"], "model.macc: unknown key .*nearest known key: model.mac"),
     ("", ["model.mixers=[swa]", "model.swa.window=64"],
      r"model.swa.window: unknown key \(given 64\); model.swa has no settings of its own"),
@@ -167,6 +169,13 @@ def test_a_config_that_is_not_there(name, message, tmp_path, monkeypatch):
     with pytest.raises(UserError, match=message) as error:
         load_config(name)
     assert "\n" not in str(error.value)
+
+
+def test_a_section_with_nothing_under_it_has_its_defaults(file):
+    asked = load_config("recall/mac", ["model.memory.rule=yaad"])
+    assert load_config(file("inherit: recall/mac\nrecall:\nmodel: {mac: , memory: {rule: yaad, yaad: }}")) == asked
+    moved = load_config(file("model: {segment: 32, mac: }\ninherit: quickstart"))
+    assert moved.model.section("mac")["segment"] == 32
 
 
 # ---- titans config

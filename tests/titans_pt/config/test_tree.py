@@ -5,7 +5,9 @@ import pytest
 from titans_pt.config import Config, MemoryConfig, ModelConfig, config_hash
 from titans_pt.config import history as module
 from titans_pt.config.checks import checked, completed
+from titans_pt.config.files import load_stored
 from titans_pt.config.history import as_begun
+from titans_pt.errors import UserError
 from titans_pt.models.mixers.mab import MABSettings
 
 
@@ -67,6 +69,13 @@ def test_a_deep_memory_goes_on_with_the_steps_it_began_with(depth, steps):
     del tree["model"]["memory"]["deep_steps"]
     assert completed(tree)["model"]["memory"]["deep_steps"] == steps
     assert as_begun(config, tree).model.memory.deep_steps == steps
+
+
+def test_a_wrong_depth_in_the_config_of_an_earlier_version_is_one_line(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text("model: {memory: {depth: }}")
+    with pytest.raises(UserError, match="model.memory.depth: given None; allowed: .*integer"):
+        load_stored(path)
 
 
 def test_a_memory_beside_attention_stays_as_it_was_converted():

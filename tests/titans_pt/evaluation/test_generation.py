@@ -225,6 +225,7 @@ def test_a_line_of_json_for_each_prompt(encoding, sentencepiece, run, monkeypatc
     ("--prompts {folder}/blank", "blank holds no text; give a prompt on each line"),
     ("--prompts {folder}/rows.jsonl", "--prompts: {folder}/rows.jsonl line 2: no row with prompt, or with messages"),
     ("--prompts {folder}/utf-16", "--prompts: {folder}/utf-16: UTF-16, not UTF-8; convert it"),
+    ("--prompt a --batch 2", "--batch divides the prompts of --prompts; give those, or leave it out"),
     ("--prompts {folder}/latin --prompt a", "--prompt and --prompts exclude each other"),
     ("--prompts {folder}/blank --save-state s", "A state has one text: --prompts excludes --state and --save-state"),
 ])  # fmt: skip

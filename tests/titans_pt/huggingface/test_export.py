@@ -156,6 +156,7 @@ def test_an_export_that_fails_among_its_files_can_be_repeated(runs, tmp_path, mo
     ("name", "content", "words"),
     [
         ("config.json", '{"model_type": "llama"}', "holds config.json, which titans export did not write"),
+        ("config.json", "[" * 100_000, "holds config.json, which titans export did not write"),
         ("config.json", "{", "holds config.json, which titans export did not write"),
         ("tokenizer.model", "mine", "holds tokenizer.model, which titans export did not write"),
         ("model.safetensors", "mine", "holds model.safetensors, which titans export did not write"),

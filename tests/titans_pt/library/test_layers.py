@@ -152,6 +152,9 @@ def test_a_plain_loop_trains_it(kind, autocast):
     "make, message",
     [
         (lambda: LMM(16, chunksize=4), "LMM: unknown keyword 'chunksize' (given 4); nearest allowed keyword: chunk"),
+        (lambda: MAC(16, memory=None, chunk_size=4), "MAC: memory: given None, and a setting of it as chunk_size=4"),
+        (lambda: MAC(16, chunk_size=4, n_heads=2, memory=5), "MAC: memory: given 5, and a setting of it as chunk"),
+        (lambda: MAC(16, rule="yaad", memory={"yaad": 3}, form="switch"), "MAC: yaad: given 3, and a setting of it"),
         (lambda: MAC(16, segmnt=8), "MAC: unknown keyword 'segmnt' (given 8); nearest allowed keyword: segment"),
         (lambda: NeuralMemory(16, write_cost=1.0), "NeuralMemory: unknown keyword 'write_cost' (given 1.0)"),
         (lambda: mixer("swa", 16, depth=2), "swa: unknown keyword 'depth' (given 2)"),

@@ -65,7 +65,7 @@ def difference(mixer: str, grid: Topology) -> float:
 
 def main(tensor: str, context: str, *names: str):
     dist.init_process_group("gloo")
-    grid = Topology({"tensor": int(tensor), "context": int(context)}, dist.get_rank(), dist.get_world_size())
+    grid = Topology(int(tensor), int(context), dist.get_rank(), dist.get_world_size())
     found = {name: difference(name, grid) for name in names}
     if dist.get_rank() == 0:
         print(json.dumps(found))

@@ -3,13 +3,13 @@ import io
 import json
 import os
 import resource
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 
 from titans_pt.errors import UserError
-from titans_pt.runs import checkpoints
+from titans_pt.runs import checkpoints, tools
 from titans_pt.runs.checkpoints import TrainerState
 
 WEIGHTS = {"a.weight": torch.tensor([[1.0, -0.0], [float("inf"), 1e-45]]), "b": torch.randn(3)}
@@ -46,6 +46,20 @@ def test_round_trip_is_exact_to_the_bit(tmp_path):
             assert torch.equal(tensors.get(*key.split(".", 1)), moment)
 
 
+@dataclass(frozen=True)
+class LaterState(TrainerState):
+    pace: float = 1.0
+
+
+def test_a_checkpoint_of_a_later_version_is_one_line(tmp_path, capsys):
+    later = LaterState(**vars(STATE))
+    path = checkpoints.save(tmp_path / "checkpoints", WEIGHTS, MOMENTS, later)
+    with pytest.raises(UserError, match="trainer.json: has pace, which this version does not know; use the version"):
+        checkpoints.read_state(path)
+    tools.list_run(str(tmp_path))
+    assert capsys.readouterr().out.startswith(f"{path}/trainer.json: has pace, ")
+
+
 def test_steps_are_listed_in_order_and_found(tmp_path):
     for step in (100_000_000, 5, 20):
         save(tmp_path, step)
@@ -77,8 +91,12 @@ def flip(path):
     path.write_bytes(data)
 
 
+def nest(path):
+    path.write_text("[" * 100_000)
+
+
 @pytest.mark.parametrize("file", ["model.safetensors", "optimizer.safetensors", "trainer.json", "manifest.json"])
-@pytest.mark.parametrize("damage", [truncate, flip, os.remove])
+@pytest.mark.parametrize("damage", [truncate, flip, nest, os.remove])
 def test_a_damaged_checkpoint_is_named_and_the_one_before_taken(tmp_path, caplog, file, damage):
     good, bad = save(tmp_path, 5), save(tmp_path, 6)
     if file == "manifest.json" and damage is flip:

@@ -1,8 +1,11 @@
 """States as files: bit for bit for every mixer, also when they are continued."""
 
+import errno
 import importlib
 import json
+import os
 import random
+import resource
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -206,6 +209,21 @@ def test_files_that_hold_something_else(tmp_path, structure, message):
     save_file({"x": torch.zeros(1)}, path, {"format": READABLE[0], "structure": json.dumps(structure), "about": "{}"})
     with pytest.raises(UserError, match=message):
         load_state(path)
+
+
+def test_a_file_that_cannot_be_opened_is_no_missing_file(tmp_path):
+    """safetensors says "No such file" for any reason, without an error number: the command would end in a traceback."""
+    path = tmp_path / "s.safetensors"
+    save_state(torch.zeros(1), path)
+    before, free = resource.getrlimit(resource.RLIMIT_NOFILE), os.open(os.devnull, os.O_RDONLY)
+    os.close(free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free, before[1]))
+    try:
+        with pytest.raises(OSError, match="Too many open files") as error:
+            load_state(path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert (error.value.errno, error.value.filename) == (errno.EMFILE, str(path))
 
 
 def test_every_flipped_bit_is_damage(tmp_path):

@@ -150,6 +150,21 @@ def test_average(several, tmp_path, capsys):
     assert checkpoints.read_state(out / "checkpoints/step-00000003").origin == f"mean of {several} at steps 1, 2, 3"
 
 
+def test_an_average_beside_a_training_that_deletes_checkpoints(several, tmp_path, monkeypatch, capsys):
+    """Reading every byte of a large checkpoint takes minutes, in which the training may delete the one before it."""
+    verify = checkpoints.verify
+
+    def slowly(path, content=True):
+        found = verify(path, content)
+        if content and path.name == "step-00000003":
+            checkpoints.delete([path for path in checkpoints.list_checkpoints(path.parent) if path.name[-1] == "1"])
+        return found
+
+    monkeypatch.setattr(checkpoints, "verify", slowly)
+    assert cli.run(["checkpoint", "average", str(several), "--out", str(tmp_path / "mean")]) == 0
+    assert "the mean of 2 checkpoints, of steps 2, 3" in capsys.readouterr().out
+
+
 def test_what_cannot_be_averaged_is_one_line(several, tmp_path, capsys):
     def said(*words):
         assert cli.run(["checkpoint", "average", str(several), *words]) == 2

@@ -298,12 +298,13 @@ def test_an_artifact_is_kept_offline(offline, tmp_path):
         time.sleep(0.1)
 
 
-@pytest.mark.parametrize("given", [None, "theirs"])
+@pytest.mark.parametrize("given", [None, "", "theirs"])
 def test_copies_of_an_artifact_are_not_in_the_home_folder(offline, monkeypatch, tmp_path, given):
     """It is small on many clusters; offline, every checkpoint waits there for `wandb sync`."""
     folder, log = offline
-    if given:
-        monkeypatch.setenv("WANDB_DATA_DIR", str(tmp_path / given))
+    monkeypatch.chdir(tmp_path)
+    if given is not None:
+        monkeypatch.setenv("WANDB_DATA_DIR", given and str(tmp_path / given))
     before = dict(os.environ)
     (tmp_path / "checkpoint").mkdir()
     (tmp_path / "checkpoint" / "model.safetensors").write_text("weights")

@@ -139,8 +139,8 @@ def test_the_cost_is_the_same_in_any_micro_batches(mixer):
     [
         (["model.memory.write_cost=0.1", "train.compile=true"], "train.compile: .*write_cost"),
         (["model.memory.write_cost=0.1", "model.memory.theta=free"], "model.memory.write_cost: .*theta=bounded"),
-        (["train.stop_when=accuracy > 0.99"], "train.stop_when: given"),
-        (["train.stop_when=accuracy >= e"], "train.stop_when: given"),
+        (["train.stop_when=accuracy > 0.99"], "train.stop_when: given 'accuracy > 0.99'; write it as in"),
+        (["train.stop_when=accuracy >= e"], "train.stop_when: given 'accuracy >= e'; write it as in"),
         (["train.stop_when=bleu >= 1"], "train.stop_when: .*figures of task=recall: loss, accuracy"),
     ],
 )

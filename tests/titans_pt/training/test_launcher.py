@@ -249,11 +249,12 @@ def test_a_port_of_others_is_refused(monkeypatch, listens, message):
 @pytest.mark.parametrize(
     ("variables", "message"),
     [
-        ({"PROCESSES": "0"}, "PROCESSES: given '0'; must be at least 1"),
+        ({"PROCESSES": "0"}, "PROCESSES: given '0'; must be a whole number of at least 1"),
+        ({"PROCESSES": "1", "TITANS_NODES": "0"}, "TITANS_NODES: given '0'; must be a whole number of at least 1$"),
         ({}, "TITANS_PROCESSES is not set, and this machine has no GPU"),
         ({"PROCESSES": "1", "NODES": "2"}, "^NODES=2: several nodes need TITANS_MASTER=host:port"),
-        ({"PROCESSES": "two"}, "^PROCESSES: given 'two'; must be a whole number; .* TITANS_PROCESSES comes first"),
-        ({"TITANS_PROCESSES": "two"}, "TITANS_PROCESSES: given 'two'; must be a whole number$"),
+        ({"PROCESSES": "two"}, "^PROCESSES: given 'two'; must be a whole number .*; .* TITANS_PROCESSES comes first"),
+        ({"TITANS_PROCESSES": "two"}, "TITANS_PROCESSES: given 'two'; must be a whole number of at least 1$"),
         ({"PROCESSES": "1", "NODES": "2", "MASTER": "n1"}, "^MASTER: given 'n1'; must be host:port"),
         ({"PROCESSES": "1", "NODES": "2", "MASTER": "n1:x"}, "^MASTER: given 'n1:x'; must be host:port"),
         ({"PROCESSES": "1", "NODES": "2", "MASTER": "n1:1", "TITANS_HOST": "n1"}, "TITANS_HOST: given 'n1'; must be 1"),

@@ -97,6 +97,7 @@ def test_no_peak_on_a_cpu():
     ("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA H100 PCIe", 756e12), ("NVIDIA H100 NVL", 835e12),
     ("NVIDIA H200", 989e12), ("NVIDIA H200 NVL", 835e12), ("NVIDIA GH200 480GB", 989e12),
     ("NVIDIA A100-PCIE-40GB", 312e12), ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None), ("NVIDIA H20", None),
+    ("NVIDIA RTX A1000", None),
 ])  # fmt: skip
 def test_the_peak_is_that_of_the_gpus_form(monkeypatch, name, peak):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
