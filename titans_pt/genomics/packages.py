@@ -84,7 +84,8 @@ def _download(package: Package, folder: Path) -> Path:
     import requests
 
     pooch.get_logger().setLevel(logging.WARNING)
-    address = f"{os.environ.get('TITANS_DEBIAN_MIRROR', MIRROR).rstrip('/')}/pool/main/{package.pool}/{package.file}"
+    mirror = os.environ.get("TITANS_DEBIAN_MIRROR") or MIRROR
+    address = f"{mirror.rstrip('/')}/pool/main/{package.pool}/{package.file}"
     try:
         found = pooch.retrieve(address, f"sha256:{package.sha256}", package.file, folder, progressbar=True)
         return Path(found)

@@ -6,9 +6,10 @@ import tarfile
 from pathlib import Path
 
 import pytest
+import requests
 
 from titans_pt.errors import UserError
-from titans_pt.genomics.packages import BOWTIE, CCT, Package, member
+from titans_pt.genomics.packages import BOWTIE, CCT, MIRROR, Package, member
 from titans_pt.tools.cache import cache_folder
 
 
@@ -66,3 +67,18 @@ def test_another_archive_is_refused_and_nothing_is_left(mirror):
         member(package, "usr/share/a.fa")
     assert "\n" not in str(error.value)
     assert not [path for path in cache_folder().rglob("*") if path.is_file()]
+
+
+def test_an_empty_mirror_counts_as_unset(mirror, monkeypatch):
+    package, *_ = mirror
+    asked = []
+
+    def retrieve(address, *_, **__):
+        asked.append(address)
+        raise requests.ConnectionError("offline")
+
+    monkeypatch.setattr("pooch.retrieve", retrieve)
+    monkeypatch.setenv("TITANS_DEBIAN_MIRROR", "")
+    with pytest.raises(UserError, match="offline"):
+        member(package, "usr/share/a.fa")
+    assert asked[0].startswith(f"{MIRROR}/pool/main/")
