@@ -15,7 +15,7 @@ from titans_pt.data_pipeline import files, stdlib
 from titans_pt.data_pipeline.files import Rejected, SourceRow
 from titans_pt.data_pipeline.indexed import IndexedDataset
 from titans_pt.data_pipeline.text import utf8
-from titans_pt.data_pipeline.tokenizers.chat import Message, Piece
+from titans_pt.data_pipeline.tokenizers.chat import Message, Piece, Tool
 from titans_pt.errors import UserError
 from titans_pt.genomics import fasta
 from titans_pt.genomics.genomes import GENOMES
@@ -40,7 +40,7 @@ class Document:
             UTF-8; for a file name that is not, see :func:`titans_pt.data_pipeline.text.utf8`.
         tokens: for kind=indexed, its ids.
         pieces: for a document with answers, its text in pieces.
-        messages: for format=messages, the chat.
+        messages, tools: for format=messages, the chat and the functions that may be called in it.
         opening: text of the first document of a chat that takes several.
         continued: whether the next document is of the same chat.
     """
@@ -52,6 +52,7 @@ class Document:
     tokens: np.ndarray | None = None
     pieces: tuple[Piece, ...] = ()
     messages: tuple[Message, ...] = ()
+    tools: tuple[Tool, ...] = ()
     opening: str = ""
     continued: bool = False
 

@@ -324,7 +324,7 @@ def _written(document: Document, source: SourceConfig, tokenizer: Tokenizer) -> 
     from jinja2 import TemplateError  # comes with torch, which only chats need here
 
     try:
-        found = chat_documents(tokenizer, document.messages, source.answers == "last")
+        found = chat_documents(tokenizer, document.messages, source.answers == "last", document.tools)
     except (TemplateError, ValueError, TypeError) as error:
         where, what = one_line(f"{document.file}, row {document.row}"), " ".join(str(error).split())
         return Rejected(

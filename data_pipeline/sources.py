@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from decimal import Decimal
 
 from titans_pt.config import SourceConfig
+from titans_pt.config.data import TOOLS
 from titans_pt.data_pipeline import files
 from titans_pt.data_pipeline.files import Rejected, SourceRow
 from titans_pt.data_pipeline.kinds import Document, of_source
 from titans_pt.data_pipeline.text import replace_surrogates, utf8, visible
-from titans_pt.data_pipeline.tokenizers.chat import Message, check_tools, messages_of
+from titans_pt.data_pipeline.tokenizers.chat import messages_of, tools_of
 from titans_pt.errors import UserError
 
 PART_BYTES = 128 << 20
@@ -119,8 +120,17 @@ def _document(row: SourceRow | Rejected, source: SourceConfig, counts: Counter) 
             return None
     place = _name(row.values.get(source.id_column)), utf8(row.file), row.number
     if source.format == "messages":
-        messages = _messages(row, source)
-        return messages if isinstance(messages, Rejected) else Document("", *place, messages=messages)
+        of_arrow = files.unit_of_place(row.file) == "row"
+        try:
+            messages = messages_of(row.values[column := source.messages_column], of_arrow)
+        except ValueError as error:
+            remedy = "repair the row, or set messages_column to the chat's column"
+            return Rejected(f"{row.where}, column {column!r}", str(error), remedy)
+        try:
+            tools = tools_of(row.values.get(TOOLS), of_arrow)
+        except ValueError as error:
+            return Rejected(f"{row.where}, column {TOOLS!r}", str(error), "repair the row, or remove the column")
+        return Document("", *place, messages=messages, tools=tools)
     texts = [row.values[column] for column in source.columns]
     for column, text in zip(source.columns, texts, strict=True):
         if text is not None and not isinstance(text, str):
@@ -137,21 +147,6 @@ def _document(row: SourceRow | Rejected, source: SourceConfig, counts: Counter) 
         return Document(replace_surrogates(last), *place)
     prompt, answer = (replace_surrogates(text or "") for text in texts)
     return Document(prompt + answer, *place, pieces=((prompt, False), (answer, True)))
-
-
-def _messages(row: SourceRow, source: SourceConfig) -> tuple[Message, ...] | Rejected:
-    """The chat of a row."""
-    column = source.messages_column
-    try:
-        check_tools(row.values)
-    except ValueError as error:
-        return Rejected(row.where, str(error), "write them into the system message, and remove the column")
-    try:
-        return messages_of(row.values[column], of_arrow=files.unit_of_place(row.file) == "row")
-    except ValueError as error:
-        return Rejected(
-            f"{row.where}, column {column!r}", str(error), "repair the row, or set messages_column to the chat's column"
-        )
 
 
 def _name(value: object) -> str:

@@ -1,7 +1,8 @@
 """Chats as text, by a tokenizer's chat template."""
 
+import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from titans_pt.config.data import TOOLS
@@ -12,6 +13,8 @@ from titans_pt.tools.extras import needed
 
 Message = dict[str, Any]
 """A message of a chat: role, content, and whatever else the template reads."""
+Tool = dict[str, Any]
+"""A function that the model may call, as JSON schema: {"type": "function", "function": {"name": ..., ...}}."""
 Piece = tuple[str, bool]
 """A stretch of a document's text, and whether it is an answer."""
 _ANSWER = "an earlier answer"
@@ -38,13 +41,25 @@ def messages_of(given: object, of_arrow: bool = False) -> tuple[Message, ...]:
     return messages
 
 
-def check_tools(row: Mapping[str, object]) -> None:
-    """
+def tools_of(given: object, of_arrow: bool = False) -> tuple[Tool, ...]:
+    """The functions that a row describes beside its chat, as a list or as JSON text of a list. None without any.
+
+    Args:
+        of_arrow: see :func:`messages_of`.
+
     Raises:
-        ValueError: beside its chat, the row describes functions, which other trainers give to the chat template.
+        ValueError: something else.
     """
-    if row.get(TOOLS):
-        raise ValueError(f"the column {TOOLS!r} describes functions, which are not given to the chat template here")
+    if isinstance(given, str):
+        try:
+            given = json.loads(given or "null")
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"holds text that is no JSON ({error})") from None
+    if not given:
+        return ()
+    if not isinstance(given, list) or not all(isinstance(tool, dict) for tool in given):
+        raise ValueError("holds no list of functions, which are objects")
+    return tuple(_valued(tool) if of_arrow else tool for tool in given)
 
 
 def _valued(value: Any) -> Any:
@@ -55,17 +70,20 @@ def _valued(value: Any) -> Any:
 
 
 def chat_text(
-    tokenizer: Tokenizer, messages: Sequence[Message], answer_next: bool = False, open_end: bool = False
-) -> str:
+    tokenizer: Tokenizer, messages: Sequence[Message], answer_next: bool = False, open_end: bool = False,
+    tools: Sequence[Tool] = (),
+) -> str:  # fmt: skip
     """Text of a chat as transformers' tokenizers write it. Control tokens are spelled in it
     (:meth:`Tokenizer.encode_spelled`).
 
     Args:
         answer_next: whether the beginning of an answer follows the last message.
         open_end: end with the last message's content, without what closes it.
+        tools: functions that the model may call.
 
     Raises:
         UserError: the tokenizer has no chat template, or transformers is not installed.
+        ValueError: the template does not write the tools.
         jinja2.TemplateError: the template refuses the messages.
     """
     if tokenizer.chat_template is None:
@@ -77,14 +95,24 @@ def chat_text(
         from transformers.utils.chat_template_utils import render_jinja_template
     ends = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id}
     names = {name: tokenizer.names[i] for name, i in ends.items() if i >= 0}
-    texts, _ = render_jinja_template(
-        [list(messages)], chat_template=tokenizer.chat_template, add_generation_prompt=answer_next,
-        continue_final_message=open_end, **names,
-    )  # fmt: skip
-    return replace_surrogates(texts[0])
+
+    def written(tools: list[Tool] | None) -> str:
+        texts, _ = render_jinja_template(
+            [list(messages)], tools, chat_template=tokenizer.chat_template, add_generation_prompt=answer_next,
+            continue_final_message=open_end, **names,
+        )  # fmt: skip
+        return replace_surrogates(texts[0])
+
+    text = written(list(tools) or None)
+    if tools and text == written(None):
+        raise ValueError(f"the chat template does not write the functions of the column {TOOLS}; describe them in the "
+                         "system message, and leave the column out")  # fmt: skip
+    return text
 
 
-def chat_documents(tokenizer: Tokenizer, messages: Sequence[Message], last_only: bool = False) -> list[list[Piece]]:
+def chat_documents(
+    tokenizer: Tokenizer, messages: Sequence[Message], last_only: bool = False, tools: Sequence[Tool] = ()
+) -> list[list[Piece]]:
     """Text of a chat up to its last answer, as documents in pieces: an answer is what the template adds for a message
     of role assistant behind the beginning of an answer.
 
@@ -94,9 +122,11 @@ def chat_documents(tokenizer: Tokenizer, messages: Sequence[Message], last_only:
 
     Args:
         last_only: make one piece of everything before the last answer.
+        tools: functions that the model may call.
 
     Raises:
-        ValueError: there is no answer, or the template writes none, or not behind the beginning of an answer.
+        ValueError: there is no answer, or the template writes none, or not behind the beginning of an answer, or it
+            does not write the tools.
         UserError, jinja2.TemplateError: as :func:`chat_text`.
     """
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
@@ -105,8 +135,8 @@ def chat_documents(tokenizer: Tokenizer, messages: Sequence[Message], last_only:
     documents: list[list[Piece]] = [[]]
     done = ""
     for i in answers[-1:] if last_only else answers:
-        before = chat_text(tokenizer, messages[:i], answer_next=True)
-        after = chat_text(tokenizer, messages[: i + 1])
+        before = chat_text(tokenizer, messages[:i], answer_next=True, tools=tools)
+        after = chat_text(tokenizer, messages[: i + 1], tools=tools)
         if not after.startswith(before):
             alike = len(os.path.commonprefix([before, after]))
             raise ValueError(f"the chat template begins an answer with ...{before[alike:]!r}, which it then leaves "
@@ -145,13 +175,13 @@ def message_ids(tokenizer: Tokenizer, message: str, system: str | None = None, f
     return spelled_ids(tokenizer, after)
 
 
-def ids_to_answer(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[int]:
+def ids_to_answer(tokenizer: Tokenizer, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
     """Ids of a chat, which begins a document, up to the beginning of the next answer.
 
     Raises:
-        UserError: as :func:`chat_text`; the template refuses the messages.
+        UserError: as :func:`chat_text`; the template refuses the messages, or does not write the tools.
     """
-    return [*tokenizer.begin, *spelled_ids(tokenizer, _to_answer(tokenizer, messages))]
+    return [*tokenizer.begin, *spelled_ids(tokenizer, _to_answer(tokenizer, messages, tools))]
 
 
 def answer_ends(tokenizer: Tokenizer) -> list[int]:
@@ -171,14 +201,16 @@ def answer_ends(tokenizer: Tokenizer) -> list[int]:
     return ends + [i for i in closing if i not in ends and not tokenizer.pieces[i]]
 
 
-def _to_answer(tokenizer: Tokenizer, messages: Sequence[Message]) -> str:
+def _to_answer(tokenizer: Tokenizer, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> str:
     from jinja2 import TemplateError  # comes with torch, which only chats need here
 
     try:
-        return chat_text(tokenizer, messages, answer_next=True)
+        return chat_text(tokenizer, messages, answer_next=True, tools=tools)
     except TemplateError as error:
         raise UserError(f"tokenizer {tokenizer.path}: its chat template refuses the messages ({error}); leave out the "
                         "system message if there is one") from None  # fmt: skip
+    except ValueError as error:
+        raise UserError(f"tokenizer {tokenizer.path}: {error}") from None
 
 
 def spelled_ids(tokenizer: Tokenizer, text: str) -> list[int]:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 
 from tests.data_pipeline.small_corpus import make_texts
-from tests.helpers.chats import FORGETFUL, SIZE, TEMPLATE, byte_tokenizer, said
+from tests.helpers.chats import FORGETFUL, SIZE, TEMPLATE, WITH_TOOLS, byte_tokenizer, said
 from titans_pt.config import Config
 from titans_pt.data_pipeline import TokenFiles
 from titans_pt.data_pipeline.answers import Answers, best_fit
@@ -136,6 +136,27 @@ def test_columns_have_any_names_and_parquet_is_read(given_rows, tmp_path):
     assert told(config)["user:2?$\nassistant:2!$\n$"] == ["2!$"]
 
 
+@pytest.mark.parametrize("kind", ["jsonl", "text of JSON", "parquet"])
+def test_functions_beside_a_chat_are_written_by_its_template(given_rows, tmp_path, kind):
+    """Arrow fills each function with the keys of all others."""
+    pytest.importorskip("transformers")
+    tools = [[{"name": f"f{i}", **({"strict": True} if i == 3 else {})}] if i else None for i in range(40)]
+    given = [json.dumps(each) for each in tools] if kind == "text of JSON" else tools
+    rows = [chat | {"tools": each} for chat, each in zip(CHATS, given, strict=True)]
+    template = WITH_TOOLS.replace("t['name']", "t | tojson")
+    source = {"format": "messages"}
+    if kind == "parquet":
+        parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "chats.parquet")
+        source["path"] = str(tmp_path / "chats.parquet")
+    config = given_rows((rows, source))
+    byte_tokenizer(tmp_path / "tokenizer", template)
+    prepare(config)
+    found = told(config)
+    assert found['[{"name": "f2"}]user:2?$\nassistant:2!$\n$'] == ["2!$"]
+    assert any(text.startswith('[{"name": "f3", "strict": true}]user:3?$') for text in found)
+    assert found["user:0?$\nassistant:0!$\n$"] == ["0!$"] and len(found) == 40
+
+
 CALLS = [
     {"messages": [{"role": "user", "content": "go"}, {"role": "assistant", "call": {"name": name, "arguments": given}}]}
     for name, given in [("add", {"a": 1, "b": 2}), ("sing", {"song": None}), ("draw", {"of": [{"x": 1}, {"y": 2}]})]
@@ -205,7 +226,9 @@ def test_the_files_are_the_same_for_any_number_of_processes(given_rows, tmp_path
     ({"format": "messages"}, {"messages": "a"}, "column 'messages': holds no list of messages"),
     ({"format": "messages"}, {"messages": [{"role": "user", "content": ["a"]}]}, "message 0: its role or its content"),
     ({"format": "messages"}, {"messages": said("a", "b"), "tools": [{"name": "add"}]},
-     "rows0.jsonl:4: the column 'tools' describes functions, .* write them into the system message"),
+     "cannot be written .the chat template does not write the functions of the column tools; describe them in the sys"),
+    ({"format": "messages"}, {"messages": said("a", "b"), "tools": ["add"]},
+     "rows0.jsonl:4, column 'tools': holds no list of functions, which are objects; repair the row, or remove the col"),
     ({"format": "messages"}, {"messages": said("a")},
      r"cannot be written \(no message of role assistant\); repair .* or write the prompts .*format=prompt-completion"),
 ])  # fmt: skip

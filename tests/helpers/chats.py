@@ -14,6 +14,8 @@ FORGETFUL = (
     "{{ m['content'] }}{% endif %}</s>{% endfor %}{% if add_generation_prompt %}:{% endif %}"
 )
 """Leaves out earlier answers, as templates of models that think do with their thoughts."""
+WITH_TOOLS = "{% for t in tools or [] %}[{{ t['name'] }}]{% endfor %}" + TEMPLATE
+"""Writes the names of the functions that may be called, then the messages."""
 BOS, EOS, SIZE = 256, 257, 258
 
 

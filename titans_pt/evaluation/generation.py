@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 
+from titans_pt.config.data import TOOLS
 from titans_pt.data_pipeline import StreamDecoder, Tokenizer
 from titans_pt.data_pipeline.tokenizers import ids_within
-from titans_pt.data_pipeline.tokenizers.chat import Message, answer_ends, check_tools, ids_to_answer, messages_of
+from titans_pt.data_pipeline.tokenizers.chat import Message, Tool, answer_ends, ids_to_answer, messages_of, tools_of
 from titans_pt.errors import UserError
 from titans_pt.evaluation.caching import read_prompt, with_caches
 from titans_pt.runs.loaded import LoadedRun, load_reading, load_run, save_reading
@@ -25,20 +26,23 @@ class Prompt:
     """A text that a model continues, or a chat that it answers.
 
     expected: the continuation that is known to be right; None: there is none.
+    tools: functions that may be called in the chat.
     """
 
     given: str | tuple[Message, ...]
     expected: str | None = None
+    tools: tuple[Tool, ...] = ()
 
     def ids(self, tokenizer: Tokenizer) -> list[int]:
         """Ids that the model reads: the beginning of a document.
 
         Raises:
-            UserError: a chat, and the tokenizer has no chat template, or it refuses the messages.
+            UserError: a chat, and the tokenizer has no chat template, or it refuses the messages or does not write the
+                tools.
         """
         if isinstance(self.given, str):
             return _opening(tokenizer, self.given)
-        return ids_to_answer(tokenizer, self.given)
+        return ids_to_answer(tokenizer, self.given, self.tools)
 
 
 def read_prompts(path: str) -> list[Prompt]:
@@ -66,11 +70,11 @@ def _row(line: str, where: str) -> Prompt:
         if not isinstance(row, dict):
             raise ValueError("no object")
         if "messages" in row:
-            check_tools(row)
             *before, last = messages_of(row["messages"])
+            tools = tools_of(row.get(TOOLS))
             if last["role"] == "assistant":
-                return Prompt(tuple(before), last.get("content"))
-            return Prompt((*before, last))
+                return Prompt(tuple(before), last.get("content"), tools)
+            return Prompt((*before, last), tools=tools)
         prompt, completion = row["prompt"], row.get("completion")
         if not isinstance(prompt, str) or not isinstance(completion, str | None):
             raise ValueError("its prompt or its completion is not text")

@@ -4,9 +4,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.helpers.chats import BOS, EOS, FORGETFUL, TEMPLATE, byte_tokenizer, said
+from tests.helpers.chats import BOS, EOS, FORGETFUL, TEMPLATE, WITH_TOOLS, byte_tokenizer, said
 from titans_pt.data_pipeline.tokenizers import encode_pieces, load_tokenizer
-from titans_pt.data_pipeline.tokenizers.chat import chat_documents, chat_text, spelled_ids
+from titans_pt.data_pipeline.tokenizers.chat import chat_documents, chat_text, ids_to_answer, spelled_ids, tools_of
 from titans_pt.errors import UserError
 
 pytest.importorskip("transformers")
@@ -56,6 +56,45 @@ def test_chats_without_answers_are_refused(tokenizer):
     thinking = TEMPLATE.replace("<s>assistant:", "<s>assistant:<think>")
     with pytest.raises(ValueError, match="begins an answer with ...'<think>', which it then leaves out; take this out"):
         chat_documents(tokenizer(thinking), CHAT)
+
+
+TOOLS = [{"name": "add", "default": None}, {"name": "sub"}]
+
+
+def test_functions_that_may_be_called_are_given_to_the_template(tokenizer):
+    calling = tokenizer(WITH_TOOLS)
+    assert chat_text(calling, CHAT[:1], tools=TOOLS) == "[add][sub]<s>user:one</s>\n"
+    [pieces] = chat_documents(calling, CHAT, tools=TOOLS)
+    assert [text for text, is_answer in pieces if is_answer] == ["two</s>\n", "four</s>\n"]
+    assert pieces[0] == ("[add][sub]<s>user:one</s>\n<s>assistant:", False)
+    text = calling.decode(ids_to_answer(calling, CHAT[:1], TOOLS))
+    assert text == "[add][sub]user:one\nassistant:"
+
+
+def test_a_template_that_does_not_write_functions_is_refused(tokenizer):
+    remedy = "does not write the functions of the column tools; describe them in the system message, and leave the"
+    with pytest.raises(ValueError, match=remedy):
+        chat_documents(tokenizer(), CHAT, tools=TOOLS)
+    with pytest.raises(UserError, match=f"tokenizer .*{remedy}"):
+        ids_to_answer(tokenizer(), CHAT[:1], TOOLS)
+
+
+@pytest.mark.parametrize(("given", "found"), [
+    (None, ()), ("", ()), ("[]", ()), ([], ()), ("null", ()), (TOOLS, tuple(TOOLS)),
+    ('[{"name": "add"}]', ({"name": "add"},)),
+])  # fmt: skip
+def test_functions_are_a_list_or_the_text_of_one(given, found):
+    assert tools_of(given) == found
+
+
+def test_arrow_fills_functions_with_the_keys_of_others():
+    assert tools_of(TOOLS, of_arrow=True) == ({"name": "add"}, {"name": "sub"})
+
+
+@pytest.mark.parametrize("given", ["add", "[" * 100_000, {"name": "add"}, ["add"], '"add"'])
+def test_anything_else_than_functions_is_refused(given):
+    with pytest.raises(ValueError, match="holds (no list of functions|text that is no JSON)"):
+        tools_of(given)
 
 
 def test_a_tokenizer_without_a_template_is_refused(tokenizer):

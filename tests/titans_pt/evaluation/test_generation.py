@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 
-from tests.helpers.chats import said
+from tests.helpers.chats import WITH_TOOLS, byte_tokenizer, said
 from tests.helpers.mixers import small_model
 from tests.helpers.stand_ins import Recurrent, Scripted
 from titans_pt import cli, evaluation, streaming
@@ -100,12 +100,20 @@ def test_rows_of_json_by_every_name_that_titans_prepare_reads(tmp_path, name):
     assert generation.read_prompts(str(tmp_path / name)) == [generation.Prompt("a", "b")]
 
 
+def test_a_prompt_may_describe_functions(tmp_path):
+    pytest.importorskip("transformers")
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": said("a", "b"), "tools": [{"name": "add"}]}))
+    [prompt] = generation.read_prompts(str(tmp_path / "rows.jsonl"))
+    tokenizer = load_tokenizer(byte_tokenizer(tmp_path / "tokenizer", WITH_TOOLS))
+    assert tokenizer.decode(prompt.ids(tokenizer)) == "[add]user:a\nassistant:" and prompt.expected == "b"
+
+
 @pytest.mark.parametrize(("row", "says"), [
     ({"prompt": None}, "its prompt or its completion is not text"),
     ({"prompt": [{"role": "user", "content": "a"}]}, "its prompt or its completion is not text"),
     ({"prompt": "a", "completion": 4}, "its prompt or its completion is not text"),
     ({"messages": [{"role": "user", "content": ["a"]}]}, "message 0: its role or its content is not text"),
-    ({"messages": said("a"), "tools": [{"name": "add"}]}, "'tools' describes functions"),
+    ({"messages": said("a"), "tools": ["add"]}, "holds no list of functions"),
     ({"messages": []}, "no list of messages"),
     ([], "no object"),
 ])  # fmt: skip
