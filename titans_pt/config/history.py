@@ -1,11 +1,13 @@
-"""Settings stored by earlier versions: values for settings that did not exist then."""
+"""Settings of earlier versions: values for settings that did not exist then, and settings that are gone since."""
 
 import copy
 from typing import Any, TypeVar
 
 from titans_pt.config.fields import Section
 from titans_pt.config.model import section_at
+from titans_pt.config.plain import usual
 from titans_pt.config.tree import Config
+from titans_pt.errors import UserError
 
 S = TypeVar("S", bound=Section)
 
@@ -22,11 +24,43 @@ FORMER_DEFAULTS: dict[str, Any] = {
 Today's default may differ.
 """
 
+LAST_WITH_ALL = "0.3.0"
+"""The last version that has all settings in GONE."""
+
+GONE: dict[str, tuple[Any, str]] = dict.fromkeys(
+    ("model.memory.omega.border", "model.memory.atlas.border"),
+    ("refresh", "windows take earlier gradients again at the current chunk's start"),
+)
+"""Settings of earlier versions -> the value whose behaviour is left, or a function of the whole tree that returns it;
+and what that behaviour is."""
+
+
+def without_gone(tree: dict) -> dict:
+    """A copy of ``tree`` without the settings in GONE.
+
+    Raises:
+        UserError: one of them has a value whose behaviour is gone.
+    """
+    tree = copy.deepcopy(tree)
+    for path, (left, now) in GONE.items():
+        *sections, key = path.split(".")
+        section = section_at(tree, sections)
+        if section is None or key not in section:
+            continue
+        given = usual(section.pop(key))
+        if given != (left(tree) if callable(left) else left):
+            raise UserError(f"{path}: given {given!r}, but the setting is gone: {now}; leave it out, or use titans-pt "
+                            f"{LAST_WITH_ALL}")  # fmt: skip
+    return tree
+
 
 def as_stored(tree: dict) -> dict:
     """Completes a whole tree that an earlier version stored (a run's config.yaml, a checkpoint, an exported folder).
 
-    Settings that did not exist yet get the value for that version's behaviour.
+    Settings that did not exist yet get the value for that version's behaviour; settings that are gone are removed.
+
+    Raises:
+        UserError: a setting that is gone had another value than the one that is left.
     """
     tree = copy.deepcopy(tree)
     for path, value in FORMER_DEFAULTS.items():
@@ -34,7 +68,7 @@ def as_stored(tree: dict) -> dict:
         section = section_at(tree, sections)
         if section is not None and key not in section:
             section[key] = value(section) if callable(value) else value
-    return tree
+    return without_gone(tree)
 
 
 def as_begun(config: Config, tree: dict) -> Config:

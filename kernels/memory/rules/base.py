@@ -170,10 +170,8 @@ class Rule:
     # ---- windows of gradients, and features of keys and queries
 
     window: int = 1
-    """Number of tokens whose gradients each token writes, its own among them."""
-    border: str = "refresh"
-    """Gradients of the previous chunk in a window. "refresh": computed again at the current chunk's start; "carry": as
-    computed in their own chunk; "truncate": none."""
+    """Number of tokens whose gradients each token writes, its own among them. Those of the previous chunk's tokens are
+    computed again at the current chunk's start."""
 
     def shares(self, own: Own) -> Tensor:
         """Factors of the window's gradients, (..., window), the token's own first; own (..., 1) each. By default these
