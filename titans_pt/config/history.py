@@ -27,10 +27,12 @@ Today's default may differ.
 LAST_WITH_ALL = "0.3.0"
 """The last version that has all settings in GONE."""
 
-GONE: dict[str, tuple[Any, str]] = dict.fromkeys(
-    ("model.memory.omega.border", "model.memory.atlas.border"),
-    ("refresh", "windows take earlier gradients again at the current chunk's start"),
-)
+_BORDER = "windows take earlier gradients again at the current chunk's start"
+GONE: dict[str, tuple[Any, str]] = {
+    "model.memory.omega.border": ("refresh", _BORDER),
+    "model.memory.atlas.border": ("refresh", _BORDER),
+    "model.mab.attention_dropout": (0, "attention is never dropped"),
+}
 """Settings of earlier versions -> the value whose behaviour is left, or a function of the whole tree that returns it;
 and what that behaviour is."""
 

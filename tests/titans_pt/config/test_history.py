@@ -12,6 +12,7 @@ from titans_pt.errors import UserError
 CASES = [
     ("model.memory.omega.border", ["model.memory.rule=omega"], "refresh", "carry"),
     ("model.memory.atlas.border", ["model.memory.rule=atlas"], "refresh", "truncate"),
+    ("model.mab.attention_dropout", ["model.mixers=[mab]"], 0.0, 0.1),
 ]
 """A setting that is gone, settings of a run that had it, the value that is left, one that is refused."""
 cases = pytest.mark.parametrize("path, words, left, other", CASES, ids=[path for path, *_ in CASES])

@@ -8,7 +8,6 @@ from deepspeed.runtime.zero.linear import zero3_linear_wrap
 
 from tests.helpers.untrained import untrained_run
 from titans_pt import cli
-from titans_pt.config.files import load_config
 from titans_pt.data_pipeline import TokenFiles
 from titans_pt.errors import UserError
 from titans_pt.layers.rotary import rotate
@@ -253,51 +252,6 @@ def test_it_learns_from_there(source, ids, tmp_path, words):
     model.zero_grad()
     model(ids)[0].square().mean().backward()
     assert all(p.grad is not None and p.grad.abs().max() > 0 for p in mixer.memory.parameters())
-
-
-@pytest.mark.parametrize("words", [[], ADDED])
-def test_attention_that_is_left_out_at_random(source, ids, tmp_path, words):
-    """Attention is left out in training alone, for samples that a seed selects."""
-    run = convert_run(source, tmp_path / "t", "titans", W, S, None, ["model.mab.attention_dropout=0.5", *words])
-    plain = load_run(convert_run(source, tmp_path / "p", "titans", W, S, None, words)).model
-    model = load_run(run).model
-    assert torch.equal(model(ids)[0], plain(ids)[0])
-    mixer, other = model.blocks[0].mixer.train(), plain.blocks[0].mixer
-    x = torch.randn(64, 9, 32, generator=torch.manual_seed(0))
-    with torch.no_grad():
-        for m in (mixer, other):
-            torch.nn.init.normal_((m.memory_out or m.memory_share).weight, std=0.1, generator=torch.manual_seed(2))
-        whole, memory = other(x)[0], other.memory(x)[0]
-        if other.memory_out is None:
-            share = other.memory_share(x).repeat_interleave(8, -1)
-            memory = other.out(share * memory)
-        else:
-            memory = other.memory_out(memory)
-        found = [(torch.manual_seed(1), mixer(x)[0])[1] for _ in range(2)]
-    assert torch.equal(*found)
-    left_out = [torch.allclose(y, m, atol=1e-6) for y, m in zip(found[0], memory, strict=True)]
-    assert 16 < sum(left_out) < 48
-    kept = ~torch.tensor(left_out)
-    torch.testing.assert_close(found[0][kept], whole[kept])
-    with pytest.raises(UserError, match="model.mab.attention_dropout: given 0.5; must be 0 with train.wavefront"):
-        load_config(run / "config.yaml", ["train.wavefront=4"])
-    with pytest.raises(
-        UserError, match="model.mab.attention_dropout: given 0.5; must be 0 with task=attention_transfer"
-    ):
-        load_config(run / "config.yaml", ["task=attention_transfer", "train.trainable=[norm.weight]"])
-
-
-def test_activation_checkpointing_leaves_out_the_same_attention(source, ids, tmp_path):
-    run = convert_run(source, tmp_path / "t", "titans", W, S, None, ["model.mab.attention_dropout=0.5"])
-    load_config(run / "config.yaml", ["train.activation_checkpointing=true"])
-    model, gradients = load_run(run).model.train(), []
-    for on in (False, True):
-        model.blocks.set_activation_checkpointing(on)
-        torch.manual_seed(0)
-        loss = model(ids)[0].square().mean()
-        gradients.append([loss, *torch.autograd.grad(loss, list(model.parameters()))])
-    for a, b in zip(*gradients, strict=True):
-        torch.testing.assert_close(a, b)
 
 
 def test_the_command(source, prepared, tmp_path, capsys):

@@ -1,10 +1,9 @@
 """MAB, memory beside attention: a memory is added to a pretrained attention layer, and has no effect at first."""
 
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import torch
-from pydantic import Field
 from torch import Tensor, nn
 
 from titans_pt.config import Config, ModelConfig, Section
@@ -28,9 +27,6 @@ class MABSettings(Section):
     share, as full attention moves from the window towards the tokens beyond it. The output projection is attention's;
     the memory has as many heads as attention, equally wide. added: the memory's output is added, through an output
     projection of its own, and its heads together are as wide as the model."""
-    attention_dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
-    """Share of training samples, drawn for each layer and step, for which the layer drops attention's output: the
-    memory must then also answer what the window could answer."""
 
 
 @dataclass
@@ -63,7 +59,6 @@ class MAB(BesideAttention, WindowedMemoryMixer):
     def __init__(self, config: ModelConfig):
         super().__init__()
         settings = self.settings(config)
-        self.attention_dropout = settings.attention_dropout
         self.attention = Attention(config, config.window)
         self.out = nn.Linear(self.attention.width, config.d_model, bias=False)
         self.memory = build_memory(config, config.head_width if settings.join == "mixed" else None)
@@ -89,13 +84,6 @@ class MAB(BesideAttention, WindowedMemoryMixer):
             settings.join,
             f"must be added: the memory has {model.memory_heads} heads for attention's {model.n_heads}",
         )
-        share, name = settings.attention_dropout, "model.mab.attention_dropout"
-        need(
-            not (share and config.train.wavefront),
-            name,
-            share,
-            "must be 0 with train.wavefront, whose pieces of a sample would draw one by one",
-        )
 
     def own_initialisation(self):
         for layer in (self.memory_share, self.memory_out):
@@ -107,9 +95,6 @@ class MAB(BesideAttention, WindowedMemoryMixer):
     ) -> tuple[Tensor, MABState]:
         a, attention = self.attention(x, state and state.attention, documents)
         m, memory = self.memory(x, state.memory if state else None, documents)
-        if self.training and self.attention_dropout:
-            # All tensor ranks draw the same numbers: a step seeds the generator (training/loop.py).
-            a = a * (torch.rand(len(a), 1, 1, device=a.device) >= self.attention_dropout)
         after = MABState(attention, memory)
         if self.memory_out is not None:
             return self.out(a) + self.memory_out(m), after
