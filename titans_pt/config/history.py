@@ -15,14 +15,19 @@ FORMER_DEFAULTS: dict[str, Any] = {
     "model.vocab_multiple": 1,
     "model.memory.forget_to": "zero",
     "model.memory.gates": "sigmoid",
-    "model.memory.projections": "silu",
-    "model.mab.join": "added",
+    "model.mab.join": lambda mab: "added" if mab else "mixed",
     "model.memory.deep_steps": lambda memory: "full" if memory.get("depth", 2) > 2 else "small",
 }
 """Settings that older stored trees lack -> the value for the earlier behaviour, or a function of the section.
 
 Today's default may differ.
 """
+
+
+def _mixers(tree: dict) -> list:
+    given = (section_at(tree, ["model"]) or {}).get("mixers")
+    return given if isinstance(given, list) else []
+
 
 LAST_WITH_ALL = "0.3.0"
 """The last version that has all settings in GONE."""
@@ -32,6 +37,11 @@ GONE: dict[str, tuple[Any, str]] = {
     "model.memory.omega.border": ("refresh", _BORDER),
     "model.memory.atlas.border": ("refresh", _BORDER),
     "model.mab.attention_dropout": (0, "attention is never dropped"),
+    "model.mab.join": ("mixed", "memories are always mixed in, since added ones do not help (docs/conversion.md)"),
+    "model.memory.projections": (
+        lambda tree: "affine" if "mab" in _mixers(tree) else "silu",
+        "they have biases and no SiLU in mab, SiLU and no biases in all other mixers",
+    ),
 }
 """Settings of earlier versions -> the value whose behaviour is left, or a function of the whole tree that returns it;
 and what that behaviour is."""

@@ -129,10 +129,6 @@ class MemoryConfig(Section):
     lact, atlas) it must be below data.seq_len, and the default for data.seq_len up to 16 is a quarter of it."""
     activation: Literal["gelu", "silu", "relu"] = "gelu"
     """Activation between the weight matrices of the memory MLP."""
-    projections: Literal["silu", "affine"] = "silu"
-    """Projections to queries, keys and values. silu: linear layer, convolution, SiLU, as in the paper. affine: linear
-    layer with a bias, convolution. Heads of a pretrained attention layer need affine (mab): their values have both
-    signs, and their keys share a large mean, which the bias removes."""
     norm: bool = True
     """LayerNorm inside the memory, M(x) = x + LN(f(x)). It bounds the inner loop. At depth 2 and more, the rules
     moneta and memora need it."""
@@ -204,11 +200,6 @@ class MemoryConfig(Section):
     """Keep the memory's weights for the backward pass only at every save_every-th block and recompute the others: less
     memory, the same result. Null: the square root of the number of blocks. 1: for rules and reads that
     kernels/memory/blockwise.py supports, keep everything and recompute nothing: fastest, most memory."""
-
-    @property
-    def affine(self) -> bool:
-        """Whether queries, keys and values have a bias and no SiLU."""
-        return self.projections == "affine"
 
     def section(self, rule: str) -> dict[str, Any]:
         """The rule's own settings that were given."""

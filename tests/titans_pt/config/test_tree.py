@@ -6,7 +6,6 @@ from titans_pt.config import Config, MemoryConfig, ModelConfig, config_hash
 from titans_pt.config import history as module
 from titans_pt.config.checks import checked, completed
 from titans_pt.config.history import as_begun
-from titans_pt.models.mixers.mab import MABSettings
 
 
 def test_settings_cannot_be_changed_in_place():
@@ -53,9 +52,10 @@ def test_a_stored_tree_means_what_its_version_did(newer):
 
 
 def test_every_former_value_is_one_of_its_setting():
-    for path, value in module.FORMER_DEFAULTS.items():
+    for path in module.FORMER_DEFAULTS.keys() - module.GONE.keys():
+        value = module.FORMER_DEFAULTS[path]
         section, _, key = path.rpartition(".")
-        kinds = {"model": ModelConfig, "model.memory": MemoryConfig, "model.mab": MABSettings}
+        kinds = {"model": ModelConfig, "model.memory": MemoryConfig}
         assert kinds[section](**{key: value({}) if callable(value) else value})
 
 
@@ -67,17 +67,6 @@ def test_a_deep_memory_goes_on_with_the_steps_it_began_with(depth, steps):
     del tree["model"]["memory"]["deep_steps"]
     assert completed(tree)["model"]["memory"]["deep_steps"] == steps
     assert as_begun(config, tree).model.memory.deep_steps == steps
-
-
-def test_a_memory_beside_attention_stays_as_it_was_converted():
-    """Earlier versions added the memory to attention, after projections with SiLU."""
-    config = checked(Config(model=ModelConfig(mixers=["mab"])))
-    tree = config.model_dump(mode="json")
-    assert (tree["model"]["mab"]["join"], tree["model"]["memory"]["projections"]) == ("mixed", "affine")
-    del tree["model"]["mab"]["join"], tree["model"]["memory"]["projections"]
-    found = completed(tree)["model"]
-    assert (found["mab"]["join"], found["memory"]["projections"]) == ("added", "silu")
-    assert as_begun(checked(Config.model_validate(completed(tree))), tree).model.model_dump(mode="json") == found
 
 
 def test_a_run_goes_on_as_it_began(newer):

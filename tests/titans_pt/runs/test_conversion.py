@@ -16,8 +16,7 @@ from titans_pt.runs.conversion import convert_run
 from titans_pt.runs.loaded import load_run
 
 W, S = 5, 2
-ADDED = ["model.mab.join=added"]
-DEEP = ["model.memory.depth=2", "model.memory.norm=true", "model.memory.projections=silu"]
+DEEP = ["model.memory.depth=2", "model.memory.norm=true"]
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +58,7 @@ def windowed(run, ids):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("memory", [[], ["model.memory.rule=yaad", "model.conv_width=1"], ADDED + DEEP])
+@pytest.mark.parametrize("memory", [[], ["model.memory.rule=yaad", "model.conv_width=1"], DEEP])
 def test_step_0_is_the_windowed_source(source, ids, tmp_path, memory):
     window = load_run(convert_run(source, tmp_path / "window", "window", W, S))
     titans = load_run(convert_run(source, tmp_path / "titans", "titans", W, S, [0, 2], memory))
@@ -127,7 +126,7 @@ def test_adapters_of_the_source_end_in_the_weights(prepared, tmp_path):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("words", [[], DEEP, ADDED])
+@pytest.mark.parametrize("words", [[], DEEP])
 def test_the_memory_begins_with_attentions_projections(source, ids, tmp_path, words):
     mixer = load_run(convert_run(source, tmp_path / "titans", "titans", W, S, None, words)).model.blocks[1].mixer
     a, m = mixer.attention, mixer.memory
@@ -135,10 +134,8 @@ def test_the_memory_begins_with_attentions_projections(source, ids, tmp_path, wo
     for mine, theirs in ((m.k, a.k), (m.v, a.v)):
         assert torch.equal(mine.linear.weight, theirs.weight.view(2, 8, 32).repeat_interleave(2, 0).view(32, 32))
         assert torch.equal(mine.conv.weight[:, -1], torch.ones(32)) and not mine.conv.weight[:, :-1].any()
-    if words != DEEP:
-        assert torch.equal(m.v.linear.bias, a.v.bias.view(2, 8).repeat_interleave(2, 0).flatten())
-    out = mixer.memory_share if mixer.memory_out is None else mixer.memory_out
-    assert not any(p.any() for p in out.parameters())
+    assert torch.equal(m.v.linear.bias, a.v.bias.view(2, 8).repeat_interleave(2, 0).flatten())
+    assert not any(p.any() for p in mixer.memory_share.parameters())
     m_out, _ = m(mixer.memory.q.linear.weight[None, :20])
     assert m_out.abs().max() > 1e-3  # the output projection has inputs to learn from
 
@@ -156,20 +153,16 @@ def test_a_memory_beside_normed_and_wider_heads_has_their_directions(prepared, t
     checkpoints.save(source / "checkpoints", weights, {}, checkpoints.read_state(path))
     words = ["model.memory.hierarchy={locals: [4]}"] if hierarchy else []
     mixer = load_run(convert_run(source, tmp_path / "titans", "titans", W, S, None, words)).model.blocks[0].mixer
-    assert mixer.memory_out is None
     x, a, m = torch.randn(2, 9, 32, generator=draw), mixer.attention, mixer.memory
     for mine, theirs in ((m.q, a.queries(x)), (m.k, a.keys_values(x)[0].repeat_interleave(2, 2))):
         found = torch.nn.functional.linear(x, mine.linear.weight).view(theirs.shape)
         torch.testing.assert_close(torch.cosine_similarity(found, theirs, dim=-1), torch.ones(2, 9, 4))
 
 
-def test_memories_with_other_heads_are_added(source, tmp_path):
+def test_memories_with_other_heads_are_refused(source, tmp_path):
     """Heads of another number cannot be mixed with attention's one by one."""
-    words = ["model.memory.n_heads=2"]
-    run = load_run(convert_run(source, tmp_path / "titans", "titans", W, S, None, words))
-    assert run.config.model.section("mab")["join"] == "added" and run.model.blocks[0].mixer.memory_share is None
-    with pytest.raises(UserError, match="model.mab.join: given 'mixed'; must be added: the memory has 2 heads for att"):
-        convert_run(source, tmp_path / "other", "titans", W, S, None, [*words, "model.mab.join=mixed"])
+    with pytest.raises(UserError, match="model.memory.n_heads: given 2; must be model.n_heads=4: .*; leave it out"):
+        convert_run(source, tmp_path / "titans", "titans", W, S, None, ["model.memory.n_heads=2"])
 
 
 @torch.no_grad()
@@ -204,8 +197,7 @@ def test_queries_and_keys_are_centred(source, tmp_path, capsys):
 
 
 def test_calibration_where_something_uses_it(source, tmp_path, capsys):
-    words = ["model.mab.join=added", "model.memory.projections=silu"]
-    convert_run(source, tmp_path / "titans", "titans", W, S, None, words)
+    convert_run(source, tmp_path / "window", "window", W, S)
     assert "centred" not in capsys.readouterr().err
 
 
@@ -239,16 +231,14 @@ def test_full_attention_is_a_mixture_with_what_lies_beyond_the_window(source, id
     assert share.max() > 0.9
 
 
-@pytest.mark.parametrize("words", [[], ADDED])
-def test_it_learns_from_there(source, ids, tmp_path, words):
-    """At step 0 the memory's output projection has a gradient; after one step of it, the whole memory has one."""
-    model = load_run(convert_run(source, tmp_path / "titans", "titans", W, S, None, words)).model.train()
+def test_it_learns_from_there(source, ids, tmp_path):
+    """At step 0 the memory's share has a gradient; after one step of it, the whole memory has one."""
+    model = load_run(convert_run(source, tmp_path / "titans", "titans", W, S)).model.train()
     mixer = model.blocks[0].mixer
-    out = mixer.memory_share if mixer.memory_out is None else mixer.memory_out
     model(ids)[0].square().mean().backward()
-    assert out.weight.grad.abs().max() > 0 and not mixer.memory.k.linear.weight.grad.any()
+    assert mixer.memory_share.weight.grad.abs().max() > 0 and not mixer.memory.k.linear.weight.grad.any()
     with torch.no_grad():
-        out.weight -= out.weight.grad
+        mixer.memory_share.weight -= mixer.memory_share.weight.grad
     model.zero_grad()
     model(ids)[0].square().mean().backward()
     assert all(p.grad is not None and p.grad.abs().max() > 0 for p in mixer.memory.parameters())
