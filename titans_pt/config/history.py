@@ -33,6 +33,7 @@ LAST_WITH_ALL = "0.3.0"
 """The last version that has all settings in GONE."""
 
 _BORDER = "windows take earlier gradients again at the current chunk's start"
+_DROP = "a full set drops its oldest cache"
 GONE: dict[str, tuple[Any, str]] = {
     "model.memory.omega.border": ("refresh", _BORDER),
     "model.memory.atlas.border": ("refresh", _BORDER),
@@ -42,6 +43,8 @@ GONE: dict[str, tuple[Any, str]] = {
         lambda tree: "affine" if "mab" in _mixers(tree) else "silu",
         "they have biases and no SiLU in mab, SiLU and no biases in all other mixers",
     ),
+    "model.memory.caching.drop": ("oldest", _DROP),
+    "evaluation.caching.drop": ("oldest", _DROP),
 }
 """Settings of earlier versions -> the value whose behaviour is left, or a function of the whole tree that returns it;
 and what that behaviour is."""

@@ -58,12 +58,9 @@ class CachingConfig(Section):
     """Tokens in a segment, at whose end the memory is cached; a multiple of chunk_size. Segments count from the
     document's start: with several documents in a sample, each has its own segments."""
     slots: Positive = 16
-    """Maximum number of caches. A full set costs each token ``slots`` further memory reads, and the state of a stream
-    holds as many further weight sets. A cached memory of the usual shape has the size of the keys and values of 256
-    tokens: shorter segments save nothing."""
-    drop: Literal["oldest", "spread"] = "oldest"
-    """Cache to drop when there are more than ``slots``. oldest: keep the newest. spread: drop the cache whose
-    neighbours are closest to each other for its age; older caches are then farther apart."""
+    """Maximum number of caches; the newest are kept. A full set costs each token ``slots`` further memory reads, and
+    the state of a stream holds as many further weight sets. A cached memory of the usual shape has the size of the keys
+    and values of 256 tokens: shorter segments save nothing."""
     shares: Literal["gated", "sparse", "average", "sum", "change"] = "gated"
     """Weights of the running memory and of each cache. gated (GRM): softmax over the products of a learned projection
     of the token with each segment's mean key. sparse (SSC): the same among the running memory and the ``top`` caches;

@@ -17,6 +17,8 @@ CASES = [
     ("model.mab.join", ["model.mixers=[mab]"], "mixed", "added"),
     ("model.memory.projections", ["model.mixers=[mab]"], "affine", "silu"),
     ("model.memory.projections", ["model.mixers=[lmm]"], "silu", "affine"),
+    ("model.memory.caching.drop", ["model.memory.caching={}"], "oldest", "spread"),
+    ("evaluation.caching.drop", ["evaluation.caching={shares: sum}"], "oldest", "spread"),
 ]
 """A setting that is gone, settings of a run that had it, the value that is left, one that is refused."""
 cases = pytest.mark.parametrize("path, words, left, other", CASES, ids=[f"{path}={left}" for path, _, left, _ in CASES])
