@@ -54,6 +54,20 @@ def test_in_a_command_or_a_config(path, words, left, other, tmp_path):
             load_config(file, words, model)
 
 
+def test_a_form_that_is_gone(tmp_path):
+    yaad = ["model.memory.rule=yaad"]
+    refusal = pytest.raises(
+        UserError, match="^model.memory.yaad.form: given 'coordinate'; allowed: 'radial' or 'switch'"
+    )
+    with refusal:
+        load_config("quickstart", [*yaad, "model.memory.yaad.form=coordinate"])
+    today = load_config("quickstart", yaad).model_dump(mode="json")
+    file = tmp_path / "config.yaml"
+    file.write_text(write_yaml(with_setting("model.memory.yaad.form", "coordinate", today)))
+    with refusal:
+        load_stored(file)
+
+
 def test_a_conversion_from_before_memories_were_mixed():
     """Version 0.2.0 had no other way to join them: its memories were added."""
     today = load_config("quickstart", ["model.mixers=[mab]"]).model_dump(mode="json")

@@ -23,7 +23,7 @@ from titans_pt.training.plan import make_plan
 
 FORMS = {
     "titans": [{}],
-    "yaad": [{"form": "radial"}, {"form": "coordinate"}, {"form": "switch"}],
+    "yaad": [{"form": "radial"}, {"form": "switch"}],
     "moneta": [{}, {"p": 1.5, "q": 2.0}, {"p": 1.0, "q": 3.0}],
     "memora": [{}, {"scale": 2.0}],
     "dot": [{}],
@@ -74,7 +74,7 @@ def test_with_an_alpha_per_channel_it_equals_the_definition(name, form, seed):
 
 
 COMPILED = [
-    ("yaad", {"form": "radial"}), ("yaad", {"form": "coordinate"}), ("omega", {}), ("omega", {"window": 6}),
+    ("yaad", {"form": "radial"}), ("omega", {}), ("omega", {"window": 6}),
     ("muon", {}), ("muon", {"form": "unit"}), ("dgd", {}),
 ]  # fmt: skip
 
