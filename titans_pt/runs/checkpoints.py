@@ -75,8 +75,6 @@ class TrainerState:
     nonfinite: int
     """Number of steps skipped because the loss or a gradient was not finite."""
     nonfinite_in_a_row: int
-    model_hash: str
-    config_hash: str
     config: dict[str, Any]
     """The whole settings tree that wrote the checkpoint."""
     identity: dict[str, str]
@@ -328,7 +326,8 @@ def read_state(path: Path) -> TrainerState:
     tree = json.loads(_text(path / TRAINER))
     if "identity" not in tree:  # version 0.1.0 had no other task than language
         tree["identity"] = {"tokenizer": tree.pop("tokenizer_sha256"), "data": tree.pop("data_fingerprint")}
-    return TrainerState(**tree)
+    written = ("model_hash", "config_hash")  # by versions up to 0.3.0, and read by none
+    return TrainerState(**{key: value for key, value in tree.items() if key not in written})
 
 
 def checkpoint_hash(path: Path) -> str:
