@@ -10,6 +10,4 @@
 set -euo pipefail
 hostfile=${1:?HOSTFILE is missing}
 shift
-port=${TITANS_PORT:-${PORT:-}}
-if [[ -z ${TITANS_PORT:-} && ! $port =~ ^[0-9]+$ ]]; then port=29500; fi  # another program's PORT
-exec deepspeed --hostfile "$hostfile" --master_port "$port" --no_local_rank --module titans_pt train "$@"
+exec deepspeed --hostfile "$hostfile" --master_port "${TITANS_PORT:-29500}" --no_local_rank --module titans_pt train "$@"

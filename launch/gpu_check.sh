@@ -28,11 +28,10 @@
 #                 unzip -j triton-3.9*.whl '*/ptxas-blackwell'
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit
-out=${TITANS_OUT:-${OUT:-runs/gpu}}
+out=${TITANS_OUT:-runs/gpu}
 out=$(mkdir -p "$out" && cd "$out" && pwd)
 archive=${TITANS_ARCHIVE:-$out.tar.gz}
 python=${TITANS_PYTHON:-python3}
-if [[ -z ${TITANS_PYTHON:-} && -n ${PYTHON:-} ]] && "$PYTHON" -c 'import titans_pt.cli' 2>/dev/null; then python=$PYTHON; fi
 status=0
 export PYTHONUNBUFFERED=1
 

@@ -20,12 +20,9 @@
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:-.}"
 rank=$((${SLURM_ARRAY_TASK_ID:-0} - ${SLURM_ARRAY_TASK_MIN:-0}))
-ranks=${TITANS_RANKS:-${RANKS:-}}
-if [[ -n $ranks ]]; then
+if [[ -n ${TITANS_RANKS:-} ]]; then
     rank=${SLURM_ARRAY_TASK_ID:-0}
 fi
-export RANK=$rank WORLD_SIZE="${ranks:-${SLURM_ARRAY_TASK_COUNT:-1}}" LOCAL_RANK=0
+export RANK=$rank WORLD_SIZE="${TITANS_RANKS:-${SLURM_ARRAY_TASK_COUNT:-1}}" LOCAL_RANK=0
 echo "== rank $RANK of $WORLD_SIZE, task ${SLURM_ARRAY_TASK_ID:-0} of job ${SLURM_ARRAY_JOB_ID:-${SLURM_JOB_ID:-none}}"
-python=${TITANS_PYTHON:-python}
-if [[ -z ${TITANS_PYTHON:-} && -n ${PYTHON:-} ]] && "$PYTHON" -c 'import titans_pt.cli' 2>/dev/null; then python=$PYTHON; fi
-exec "$python" -m titans_pt evaluate "$@"
+exec "${TITANS_PYTHON:-python}" -m titans_pt evaluate "$@"

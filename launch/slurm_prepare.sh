@@ -26,6 +26,4 @@ if [[ -n "${SLURM_ARRAY_TASK_ID:-}" ]]; then
 else
     echo "== no shard: the merge of all, or all of the work"
 fi
-python=${TITANS_PYTHON:-python}
-if [[ -z ${TITANS_PYTHON:-} && -n ${PYTHON:-} ]] && "$PYTHON" -c 'import titans_pt.cli' 2>/dev/null; then python=$PYTHON; fi
-exec "$python" -m titans_pt prepare "$@" --workers "${SLURM_CPUS_PER_TASK:-1}" ${shard[@]+"${shard[@]}"}
+exec "${TITANS_PYTHON:-python}" -m titans_pt prepare "$@" --workers "${SLURM_CPUS_PER_TASK:-1}" ${shard[@]+"${shard[@]}"}

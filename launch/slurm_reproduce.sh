@@ -17,7 +17,7 @@ set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:-.}"
 
 # Below the 300 s, so that there is time to queue again if a checkpoint was not done and processes had to be killed.
-export TITANS_GRACE=${TITANS_GRACE:-${GRACE:-270}}
+export TITANS_GRACE=${TITANS_GRACE:-270}
 
 # One task of an array has the array's number in SLURM_JOB_ID, and commands with that number would act on all tasks.
 own=$SLURM_JOB_ID
@@ -32,11 +32,9 @@ end() {
 }
 trap end USR1 TERM
 
-python=${TITANS_PYTHON:-python}
-if [[ -z ${TITANS_PYTHON:-} && -n ${PYTHON:-} ]] && "$PYTHON" -c 'import titans_pt.cli' 2>/dev/null; then python=$PYTHON; fi
 # Since SLURM 22.05 srun does not inherit --cpus-per-task from sbatch: a task would have one CPU.
 if [[ -n ${SLURM_CPUS_PER_TASK:-} ]]; then export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK; fi
-srun "$python" -m titans_pt reproduce "$@" &
+srun "${TITANS_PYTHON:-python}" -m titans_pt reproduce "$@" &
 step=$!
 status=0
 wait "$step" || status=$?

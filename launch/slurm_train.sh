@@ -21,10 +21,8 @@ hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")  # not through head: its 
 TITANS_MASTER=${hosts%%$'\n'*}:$((20000 + SLURM_JOB_ID % 20000))
 TITANS_JOB=$SLURM_JOB_ID
 # Below the 300 s, so that there is time to queue again if the checkpoint was not done and the processes had to be killed.
-TITANS_GRACE=${TITANS_GRACE:-${GRACE:-270}}
+TITANS_GRACE=${TITANS_GRACE:-270}
 export TITANS_NODES TITANS_MASTER TITANS_JOB TITANS_GRACE
-python=${TITANS_PYTHON:-python}
-if [[ -z ${TITANS_PYTHON:-} && -n ${PYTHON:-} ]] && "$PYTHON" -c 'import titans_pt.cli' 2>/dev/null; then python=$PYTHON; fi
 # Since SLURM 22.05 srun does not inherit --cpus-per-task from sbatch: a task would have one CPU.
 if [[ -n ${SLURM_CPUS_PER_TASK:-} ]]; then export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK; fi
 
@@ -41,7 +39,7 @@ end() {
 }
 trap end USR1 TERM
 
-srun --kill-on-bad-exit=1 "$python" -m titans_pt.training.launcher "$@" &
+srun --kill-on-bad-exit=1 "${TITANS_PYTHON:-python}" -m titans_pt.training.launcher "$@" &
 step=$!
 status=0
 wait "$step" || status=$?

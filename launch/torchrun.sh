@@ -13,9 +13,6 @@
 #                   (namespaces, NAT)
 # TITANS_ADDRESS    this node's address, if the others cannot reach it by its host name
 # TITANS_PYTHON     the interpreter (default: python)
-# If one of these is not set, the same name without TITANS_ is read: HOST only if it is 0 or 1, and PYTHON only if titans_pt
-# is installed for it, since other programs also set them. Under nohup the run outlives its terminal.
+# Under nohup the run outlives its terminal.
 set -euo pipefail
-python=${TITANS_PYTHON:-python}
-if [[ -z ${TITANS_PYTHON:-} && -n ${PYTHON:-} ]] && "$PYTHON" -c 'import titans_pt.cli' 2>/dev/null; then python=$PYTHON; fi
-exec "$python" -m titans_pt.training.launcher "$@"
+exec "${TITANS_PYTHON:-python}" -m titans_pt.training.launcher "$@"

@@ -12,6 +12,7 @@ from titans_pt.cli import program
 from titans_pt.config import FORMER_NAMES
 from titans_pt.config.docs import whole_tree
 from titans_pt.config.files import load_config
+from titans_pt.config.history import GONE
 from titans_pt.config.words import known_paths
 from titans_pt.kernels.memory.rules import RULES
 from titans_pt.models.mixers import MIXERS
@@ -79,7 +80,7 @@ def test_links_and_settings_exist(page):
         assert "NAME" in path or (ROOT / path).exists(), path
     known = settings()
     for setting in re.findall(r"`((?:run|data|model|train|parallel|evaluation|wandb)\.[a-z_.]+)[`=]", text):
-        assert setting in known or (page.name == "CHANGELOG.md" and setting in FORMER_NAMES), setting
+        assert setting in known or (page.name == "CHANGELOG.md" and setting in {*FORMER_NAMES, *GONE}), setting
 
 
 def test_the_readme_leads_to_every_page():

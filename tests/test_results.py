@@ -782,7 +782,7 @@ LONGER = {
     "memory-96": "memories",
     "never-96": "the same network, never written in training",
 }
-"""The same after stage 2 of 96 steps, on twice the text: memories that are added (model.mab.join=added)."""
+"""The same after stage 2 of 96 steps, on twice the text: memories that are added, not mixed in."""
 
 
 MIXED = {

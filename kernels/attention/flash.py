@@ -11,7 +11,6 @@ attention does the same (arXiv 2310.01889).
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -137,6 +136,3 @@ def _rows_unfolded(lse: Tensor, shape: torch.Size, rule: MaskRule) -> Tensor:
     if rule.shared > 1:
         return lse.view(batch, heads, rule.shared, -1).transpose(2, 3).flatten(2)
     return lse
-
-
-Extra = Any

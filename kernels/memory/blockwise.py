@@ -199,8 +199,8 @@ class _Scan:
                 continue
             c, theta, own = writes.coefficients, writes.theta, writes.own
             if self.rule.window > 1:
-                gone = [new_document[n], new_chunk[n] if self.rule.border == "truncate" else False]
-                keys, c, recent = self._windowed([writes.k, writes.v, *own], theta, c, frozen, recent, gone, here)
+                tokens = [writes.k, writes.v, *own]
+                keys, c, recent = self._windowed(tokens, theta, c, frozen, recent, new_document[n], here)
             else:
                 keys = self._keys(writes.k, writes.v, own, frozen)
             if self.rule.erases:
@@ -298,29 +298,21 @@ class _Scan:
 
     def _windowed(
         self, tokens: list[Tensor], theta: Tensor, c: tuple[OfLayer, ...], frozen: Weights,
-        recent: Recent, gone: list[Flag], valid: Tensor | None,
+        recent: Recent, begins: Flag, valid: Tensor | None,
     ) -> tuple[Keys, tuple[OfLayer, ...], Recent]:  # fmt: skip
         """Keys of a block and of the earlier tokens in its window, coefficients for these keys, the window after it.
 
-        tokens: k, v, own gates, (N, c, .) each. theta: (N, c, 1 or L). c: coefficients for theta = 1. gone: flags
-        (True, False or the rows), each of which excludes all tokens before the block from its window.
+        tokens: k, v, own gates, (N, c, .) each. theta: (N, c, 1 or L). c: coefficients for theta = 1. begins: whether
+        a document begins (True, False or the rows), whose window excludes all tokens before the block.
         """
         there, *kept = recent
-        for rows in gone:
-            if rows is not False:
-                there = choose(rows, (torch.zeros_like(there),), (there,))[0]
+        if begins is not False:
+            there = choose(begins, (torch.zeros_like(there),), (there,))[0]
         shares = self.rule.shares(tuple(tokens[2:]))
         bands = [band(gate * shares, there) for gate in self.network.per_layer(theta)]
-        if self.rule.border == "carry":
-            keys, layers = self._keys(tokens[0], tokens[1], tuple(tokens[2:]), frozen), self.network.depth
-            new = [*keys.X, *keys.G]
-            whole = [torch.cat([old, x], 1) for old, x in zip(kept, new, strict=True)]
-            keys = replace(keys, X=whole[:layers], G=whole[layers:])
-        else:
-            new = tokens
-            k, v, *own = (torch.cat([old, x], 1) for old, x in zip(kept, tokens, strict=True))
-            keys = self._keys(k, v, tuple(own), frozen)
-        after = followed((there, *kept), new, valid)
+        k, v, *own = (torch.cat([old, x], 1) for old, x in zip(kept, tokens, strict=True))
+        keys = self._keys(k, v, tuple(own), frozen)
+        after = followed((there, *kept), tokens, valid)
         return keys, tuple(each.through(b) for each, b in zip(c, bands, strict=True)), after
 
     def _closed(self, rows: Flag, own: Own, W: Weights, S: Weights, frozen: Weights) -> tuple[Weights, Weights]:

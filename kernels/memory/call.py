@@ -196,10 +196,9 @@ class MemoryCall:
                 )
         if state.recent:
             rule = self.rule
-            count = 1 + (2 * len(self.weights) if rule.border == "carry" else 2 + len(rule.gates))
-            if len(state.recent) != count or state.recent[0].shape[2] != rule.window - 1:
-                wrong(f"initial_state is of a rule with another window, border or gates than {rule.name} of "
-                      f"{rule.window} tokens")  # fmt: skip
+            if len(state.recent) != 3 + len(rule.gates) or state.recent[0].shape[2] != rule.window - 1:
+                wrong(f"initial_state is of a rule with another window or gates than {rule.name} of {rule.window} "
+                      "tokens")  # fmt: skip
         if torch.compiler.is_compiling() or state.offset.device.type != "cpu":
             return  # reading it would break the graph, or wait
         if (read := int(state.offset.max())) >= self.chunk_size:

@@ -72,8 +72,8 @@ def chunked_memory(call: MemoryCall, compiled: bool = False) -> tuple[Tensor, Me
         running = tuple(w - w0 for w, w0 in zip(running, begin, strict=True))
     wide = None
     if call.rule.window > 1:  # in C, where rows are cut alike: each flag is a bool
-        gone = blocks.new_chunk if call.rule.border == "truncate" else blocks.new_document
-        wide = Wide(state.recent, [call.k, call.v, *call.own], blocks, [flag is True for flag in gone])
+        gone = [flag is True for flag in blocks.new_document]
+        wide = Wide(state.recent, [call.k, call.v, *call.own], blocks, gone)
     carry = [*running, *fold(state.momentum), *fold(state.chunk_weights)]
     outputs = []
     for first, last, tokens in runs(blocks):
@@ -149,8 +149,8 @@ def _in_c(call: MemoryCall) -> str | None:
         return reason
     if call.rule.nonlinear or call.author is not None:
         return "chunks are read before they are written; see blockwise.py"
-    if call.rule.window > 1 and (call.rule.border == "carry" or not _alike(call)):
-        return "windows carry gradients (border=carry), or documents begin at different tokens of the rows"
+    if call.rule.window > 1 and not _alike(call):
+        return "the rule has a window, and documents begin at different tokens of the rows"
     return None
 
 

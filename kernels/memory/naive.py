@@ -64,10 +64,8 @@ def naive_memory(
             offset = torch.where(begins, 0, offset)
         if not rule.nonlinear:
             start = choose(offset == 0, current, start)
-        if rule.window > 1:
-            gone = offset == 0 if rule.border == "truncate" else torch.zeros_like(offset, dtype=torch.bool)
-            gone = gone if call.reset is None else gone | call.reset[:, t]
-            recent = (torch.where(gone.view(-1, 1, 1, 1), 0.0, recent[0]), *recent[1:])
+        if rule.window > 1 and call.reset is not None:
+            recent = (torch.where(begins.view(-1, 1, 1, 1), 0.0, recent[0]), *recent[1:])
         now, at = (call, t) if call.author is None else (_written_by(call.author, call, t, start), 0)
         gradient, recent = _gradient(now, at, start, keep_graph, recent)
         # theta, eta, alpha of each layer, (B, H, 1 or d_in, 1): a row of the matrix is a channel of its inputs.
@@ -160,31 +158,12 @@ def _gradient(call: MemoryCall, t: int, weights: Weights, keep_graph: bool, rece
             k, v, *own = token
             loss = rule.loss(_through(call, k, weights) - v, v, tuple(own))
             return torch.autograd.grad(loss.sum(), weights, create_graph=keep_graph), recent
-        new = _factors(call, *token, weights=weights, keep_graph=keep_graph) if rule.border == "carry" else token
-        there, *kept = (torch.cat([old, x], -2) for old, x in zip(recent, (torch.ones_like(token[0][..., :1]), *new),
-                                                                  strict=True))  # fmt: skip
+        new = torch.ones_like(token[0][..., :1]), *token
+        there, k, v, *own = found = [torch.cat([old, x], -2) for old, x in zip(recent, new, strict=True)]
         share = there * rule.shares(tuple(token[2:])).flip(-1).mT
-        if rule.border == "carry":
-            gradient = tuple(
-                x.mT @ (share * g) for x, g in zip(kept[: len(weights)], kept[len(weights) :], strict=True)
-            )
-        else:
-            k, v, *own = kept
-            loss = share.squeeze(-1) * rule.loss(_through(call, k, weights) - v, v, tuple(own))
-            gradient = torch.autograd.grad(loss.sum(), weights, create_graph=keep_graph)
-    return gradient, tuple(x[..., 1:, :] for x in (there, *kept))
-
-
-def _factors(call: MemoryCall, k: Tensor, v: Tensor, *own: Tensor, weights: Weights, keep_graph: bool) -> list[Tensor]:
-    """X and then G of each layer, (B, H, 1, .): the gradient of a token's loss is X^T G."""
-    act, X, outputs = mlp.ACTIVATIONS[call.network.activation], [call.rule.features(k)], []
-    for n, w in enumerate(weights):
-        outputs.append(X[-1] @ w)
-        if n + 1 < len(weights):
-            X.append(act(outputs[-1]))
-    affine = None if call.norm is None else tuple(p.unsqueeze(-2) for p in call.norm)
-    loss = call.rule.loss(mlp.finish(outputs[-1], k, affine, call.network) - v, v, own)
-    return [*X, *torch.autograd.grad(loss.sum(), outputs, create_graph=keep_graph)]
+        loss = share.squeeze(-1) * rule.loss(_through(call, k, weights) - v, v, tuple(own))
+        gradient = torch.autograd.grad(loss.sum(), weights, create_graph=keep_graph)
+    return gradient, tuple(x[..., 1:, :] for x in found)
 
 
 NAIVE = Backend(lambda call: None, naive_memory)

@@ -3,9 +3,7 @@
 With a window of w earlier tokens, token t's gradient is u_t = sum_{i=t-w..t} g_i^(t) u_i, where g^(t) are its shares.
 In the linear recurrence of chunked.py this changes only the coefficients: the diagonal matrix of theta becomes a band
 matrix, P diag(theta) -> P band(theta g). Its first w columns belong to the tokens before the block. The record of these
-tokens depends on the border. With truncate and refresh it holds keys, values and own gates, and the gradient is
-computed again at the weights of the current chunk. With carry it holds the factors X, G of the gradient in the token's
-own chunk.
+tokens holds keys, values and own gates; their gradients are taken again at the weights of the current chunk (Eq. 16).
 """
 
 import torch
@@ -17,17 +15,13 @@ from titans_pt.kernels.memory.network import NetworkShape
 from titans_pt.kernels.memory.rules import Rule
 
 Recent = tuple[Tensor, ...]
-"""Record of the newest w tokens, oldest first, (..., w, .) each: whether there is one (1 or 0), then k, v and own
-gates, or X of each layer and G of each layer."""
+"""Record of the newest w tokens, oldest first, (..., w, .) each: whether there is one (1 or 0), k, v and own gates."""
 
 
 def no_tokens(rule: Rule, network: NetworkShape, like: Tensor) -> Recent:
     """Empty record where a document begins; like: (B, H, .)."""
-    if rule.border == "carry":
-        widths = [d_in for d_in, _ in network.layers] + [d_out for _, d_out in network.layers]
-    else:
-        widths = [network.width, network.width, *[1] * len(rule.gates)]
-    return tuple(like.new_zeros(*like.shape[:2], rule.window - 1, width) for width in (1, *widths))
+    widths = (1, network.width, network.width, *[1] * len(rule.gates))
+    return tuple(like.new_zeros(*like.shape[:2], rule.window - 1, width) for width in widths)
 
 
 def followed(recent: Recent, new: list[Tensor], valid: Tensor | None) -> Recent:

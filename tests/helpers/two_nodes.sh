@@ -9,8 +9,8 @@ set -euo pipefail
 config=$(realpath "${1:?CONFIG is missing}")
 shift
 cd "$(dirname "$0")/../.."
-export PYTHON=${PYTHON:-python}
-run=$("$PYTHON" -c 'import sys; from titans_pt.config.files import load_config; print(load_config(sys.argv[1], sys.argv[2:]).run.dir)' "$config" "$@")
+export TITANS_PYTHON=${TITANS_PYTHON:-python}
+run=$("$TITANS_PYTHON" -c 'import sys; from titans_pt.config.files import load_config; print(load_config(sys.argv[1], sys.argv[2:]).run.dir)' "$config" "$@")
 name=titans$$
 scratch=$(mktemp -d)
 # Threads of processes that share two cores wait for each other.
@@ -37,8 +37,8 @@ done
 node() {  # NUMBER: torchrun in this node's own network
     local n=$1
     shift
-    NODES=2 MASTER=10.9.0.1:29500 HOST=$((2 - n)) ADDRESS="10.9.0.$n" PROCESSES="${PROCESSES:-1}" \
-        ip netns exec "$name-$n" launch/torchrun.sh "$config" "$@"
+    TITANS_NODES=2 TITANS_MASTER=10.9.0.1:29500 TITANS_HOST=$((2 - n)) TITANS_ADDRESS="10.9.0.$n" \
+        TITANS_PROCESSES="${PROCESSES:-1}" ip netns exec "$name-$n" launch/torchrun.sh "$config" "$@"
 }
 both() {  # DeepSpeed's launcher on node 1, with a ~/.ssh that has a key for both nodes
     # shellcheck disable=SC2016  # for the inner shell
@@ -72,7 +72,7 @@ if [[ "${LAUNCHER:-torchrun}" == deepspeed ]]; then
     echo "10.9.0.* $(cat "$scratch/host.pub")" >"$scratch/known_hosts"
     printf '%s\n' "HostKey $scratch/host" "AuthorizedKeysFile $scratch/authorized_keys" "StrictModes no" \
         "PidFile none" "UsePAM no" >"$scratch/sshd"
-    # Variables that the launcher passes to the nodes, besides PYTHON...
+    # Variables that the launcher passes to the nodes, besides those of Python...
     printf '%s\n' "OMP_NUM_THREADS=$OMP_NUM_THREADS" "GLOO_SOCKET_IFNAME=between" "DS_ACCELERATOR=${DS_ACCELERATOR:-cpu}" \
         >"$scratch/environment"
     export DS_ENV_FILE=$scratch/environment DS_ACCELERATOR=${DS_ACCELERATOR:-cpu}

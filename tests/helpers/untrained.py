@@ -7,7 +7,7 @@ import torch
 
 from tests.conftest import TINY, merged
 from tests.helpers.mixers import own_settings
-from titans_pt.config import Config, config_hash
+from titans_pt.config import Config
 from titans_pt.data_pipeline.tokenizers import saved_tokenizer
 from titans_pt.models import build_model
 from titans_pt.runs import checkpoints
@@ -25,8 +25,8 @@ def untrained_run(folder: Path, prepared: Path, seed: int = 0, data: dict | None
     RunFolder(folder).write_settings(config)
     keep_tokenizer(saved_tokenizer(prepared), config, RunFolder(folder))
     state = checkpoints.TrainerState(
-        step=3, samples=0, adam_step=3, nonfinite=0, nonfinite_in_a_row=0, model_hash=config_hash(config.model),
-        config_hash=config_hash(config), config=config.model_dump(mode="json"),
+        step=3, samples=0, adam_step=3, nonfinite=0, nonfinite_in_a_row=0,
+        config=config.model_dump(mode="json"),
         identity={"tokenizer": hashlib.sha256(saved_tokenizer(prepared).read_bytes()).hexdigest()},
     )  # fmt: skip
     checkpoints.save(folder / "checkpoints", weights, {}, state)

@@ -121,19 +121,17 @@ def test_torchrun(stand_ins, start):
 
 
 @pytest.mark.parametrize(("variables", "expected"), [
-    ({}, "python"), ({"PYTHON": "other"}, "other"), ({"PYTHON": "foreign"}, "python"),
-    ({"PYTHON": "/not/there"}, "python"), ({"PYTHON": "other", "TITANS_PYTHON": "ours"}, "ours"),
+    ({}, "python"), ({"PYTHON": "other"}, "python"), ({"PYTHON": "other", "TITANS_PYTHON": "ours"}, "ours"),
 ])  # fmt: skip
-def test_the_interpreter_is_one_that_has_titans(stand_ins, start, variables, expected):
+def test_the_interpreter(stand_ins, start, variables, expected):
     for name in ("python", "other", "ours"):
-        stand_ins(name, f'if [[ $1 == -m ]]; then echo "{name} $2"; fi')
-    stand_ins("foreign", "exit 1")
+        stand_ins(name, f'echo "{name} $2"')
     out, _ = start("torchrun.sh", "c.yaml", **variables).communicate()
     assert out == f"{expected} titans_pt.training.launcher\n"
 
 
 @pytest.mark.parametrize(("variables", "port"), [
-    ({}, 29500), ({"PORT": "8080"}, 8080), ({"PORT": "a/b"}, 29500), ({"PORT": "1", "TITANS_PORT": "2"}, 2),
+    ({}, 29500), ({"PORT": "8080"}, 29500), ({"PORT": "1", "TITANS_PORT": "2"}, 2),
 ])  # fmt: skip
 def test_deepspeed(stand_ins, start, variables, port):
     stand_ins("deepspeed", 'echo "$@"')
@@ -250,10 +248,10 @@ def task(number: str, first: str, count: str) -> dict[str, str]:
 
 
 ARRAYS = [(task("5", "2", "4"), 3, 4), (task("5", "0", "16"), 5, 16)]
-AGAIN = task("7", "3", "2") | {"TITANS_RANKS": "16", "RANKS": "another program's"}
+AGAIN = task("7", "3", "2") | {"TITANS_RANKS": "16"}
 
 
-@pytest.mark.parametrize(("variables", "rank", "ranks"), [*ARRAYS, (AGAIN, 7, 16), ({}, 0, 1)])
+@pytest.mark.parametrize(("variables", "rank", "ranks"), [*ARRAYS, (AGAIN, 7, 16), ({"RANKS": "8"}, 0, 1)])
 def test_slurm_array_shares_the_samples(stand_ins, start, variables, rank, ranks):
     stand_ins("python", 'echo "$RANK $WORLD_SIZE $*"')
     out, _ = start("slurm_evaluate.sh", "runs/x", "--suite", "needle", **variables).communicate()

@@ -46,9 +46,9 @@ class Job:
     def __init__(self, cluster: Cluster, folder: Path, script: str, *words: str, flags: str = "", **variables: str):
         self.cluster, self.folder = cluster, folder
         variables = {
-            "PYTHON": sys.executable,
+            "TITANS_PYTHON": sys.executable,
             "PYTHONPATH": f"{ROOT}:{folder}",
-            "PROCESSES": "1",
+            "TITANS_PROCESSES": "1",
             "DS_ACCELERATOR": "cpu",
             "OMP_NUM_THREADS": "1",
             "GLOO_SOCKET_IFNAME": "between",
@@ -117,7 +117,7 @@ class Training(Job):
 
 
 def test_before_its_time_is_up_a_job_saves_and_queues_itself_again_and_scancel_ends_it(cluster, tmp_path, prepared):
-    job = Training(cluster, tmp_path, prepared, flags="--time 3 --signal B:USR1@60", GRACE="50")
+    job = Training(cluster, tmp_path, prepared, flags="--time 3 --signal B:USR1@60", TITANS_GRACE="50")
     job.wait("queued again", lambda: job["Restarts"] == "1")
     stopped = job.step
     assert stopped > 0

@@ -26,6 +26,7 @@ from titans_pt.tools.markdown import markdown_table
 
 SHAPES = ((4, 16), (4, 64), (2, 64))
 """(expansion, chunk size) of the memories."""
+TOKENS, LENGTH = 32_768, 4096
 WARPS, SLICES = (4, 8), (16, 32, 64)
 ROUNDS = 5
 
@@ -104,12 +105,12 @@ def compiles(launch: Launch, tokens: int, length: int) -> str:
     return ""
 
 
-def tune(out: Path, jobs: int, tokens: int = 32_768, length: int = 4096, shapes: tuple = SHAPES) -> list[Launch]:
-    """Time all launches of all ``shapes``; ``jobs`` processes compile at a time."""
-    rows = [launch for shape in shapes for launch in launches(*shape)]
+def tune(out: Path, jobs: int) -> list[Launch]:
+    """Time all launches of all SHAPES; ``jobs`` processes compile at a time."""
+    rows = [launch for shape in SHAPES for launch in launches(*shape)]
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
         count = len(rows)
-        for row, note in zip(rows, pool.map(compiles, rows, [tokens] * count, [length] * count), strict=True):
+        for row, note in zip(rows, pool.map(compiles, rows, [TOKENS] * count, [LENGTH] * count), strict=True):
             row.note = note
     usual: dict[tuple[int, int], tuple[float, list[Tensor]]] = {}
     out.mkdir(parents=True, exist_ok=True)
@@ -117,7 +118,7 @@ def tune(out: Path, jobs: int, tokens: int = 32_768, length: int = 4096, shapes:
         if row.note:
             continue
         try:
-            row.milliseconds, found = measured(row, tokens, length, ROUNDS)
+            row.milliseconds, found = measured(row, TOKENS, LENGTH, ROUNDS)
         except Exception as error:  # noqa: BLE001 - as above; what was measured before stays
             row.note = named(error)
             continue

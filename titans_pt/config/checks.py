@@ -181,9 +181,13 @@ def completed(tree: dict) -> dict:
     """A stored tree completed with newer settings, set to the behaviour before they existed.
 
     A tree that is no longer valid is returned unchanged: the caller then names the differences.
+
+    Raises:
+        UserError: a setting that is gone had another value than the one that is left.
     """
+    stored = as_stored(tree)
     try:
-        return checked(Config.model_validate(as_stored(tree))).model_dump(mode="json")
+        return checked(Config.model_validate(stored)).model_dump(mode="json")
     except (ValidationError, UserError):
         return tree
 

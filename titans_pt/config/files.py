@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from titans_pt.config.checks import checked
-from titans_pt.config.history import as_stored
+from titans_pt.config.history import as_stored, without_gone
 from titans_pt.config.model import with_todays_names
 from titans_pt.config.names import CONFIGS, find_config, is_of_a_run
 from titans_pt.config.place import in_its_place
@@ -124,6 +124,7 @@ def validated(tree: dict, overrides: Sequence[str] = (), model: bool = True) -> 
     """
     for item in overrides:
         tree = _merge(tree, typed(_tree_of(item), Config))
+    tree = without_gone(tree)
     try:
         config = Config.model_validate(tree if model else usual(tree))
     except ValidationError as error:

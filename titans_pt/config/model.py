@@ -64,12 +64,9 @@ class CachingConfig(Section):
     """Tokens in a segment, at whose end the memory is cached; a multiple of chunk_size. Segments count from the
     document's start: with several documents in a sample, each has its own segments."""
     slots: Positive = 16
-    """Maximum number of caches. A full set costs each token ``slots`` further memory reads, and the state of a stream
-    holds as many further weight sets. A cached memory of the usual shape has the size of the keys and values of 256
-    tokens: shorter segments save nothing."""
-    drop: Literal["oldest", "spread"] = "oldest"
-    """Cache to drop when there are more than ``slots``. oldest: keep the newest. spread: drop the cache whose
-    neighbours are closest to each other for its age; older caches are then farther apart."""
+    """Maximum number of caches; the newest are kept. A full set costs each token ``slots`` further memory reads, and
+    the state of a stream holds as many further weight sets. A cached memory of the usual shape has the size of the keys
+    and values of 256 tokens: shorter segments save nothing."""
     shares: Literal["gated", "sparse", "average", "sum", "change"] = "gated"
     """Weights of the running memory and of each cache. gated (GRM): softmax over the products of a learned projection
     of the token with each segment's mean key. sparse (SSC): the same among the running memory and the ``top`` caches;
@@ -135,10 +132,6 @@ class MemoryConfig(Section):
     lact, atlas) it must be below data.seq_len, and the default for data.seq_len up to 16 is a quarter of it."""
     activation: Literal["gelu", "silu", "relu"] = "gelu"
     """Activation between the weight matrices of the memory MLP."""
-    projections: Literal["silu", "affine"] = "silu"
-    """Projections to queries, keys and values. silu: linear layer, convolution, SiLU, as in the paper. affine: linear
-    layer with a bias, convolution. Heads of a pretrained attention layer need affine (mab): their values have both
-    signs, and their keys share a large mean, which the bias removes."""
     norm: bool = True
     """LayerNorm inside the memory, M(x) = x + LN(f(x)). It bounds the inner loop. At depth 2 and more, the rules
     moneta and memora need it."""
@@ -210,11 +203,6 @@ class MemoryConfig(Section):
     """Keep the memory's weights for the backward pass only at every save_every-th block and recompute the others: less
     memory, the same result. Null: the square root of the number of blocks. 1: for rules and reads that
     kernels/memory/blockwise.py supports, keep everything and recompute nothing: fastest, most memory."""
-
-    @property
-    def affine(self) -> bool:
-        """Whether queries, keys and values have a bias and no SiLU."""
-        return self.projections == "affine"
 
     def section(self, rule: str) -> dict[str, Any]:
         """The rule's own settings that were given."""

@@ -225,11 +225,9 @@ class Caching(nn.Module):
         if slots > numbers.shape[1]:  # in a row without this cache, the slot's content has no share
             numbers = torch.cat([numbers, numbers.new_full((len(numbers), 1), NONE)], 1)
             caches = replace(caches, weights=(*caches.weights, new), pools=(*caches.pools, pool))
-        # From the dropped slot on, each slot takes the next one's cache; the row's last slot takes the new cache.
-        first = [self._dropped(row, int(last)) if int(n) == slots else int(n) for row, n, last in
-                 zip(numbers.tolist(), held, number, strict=True)]  # fmt: skip
+        # In a full row the oldest cache goes: each slot takes the next one's. The row's last slot takes the new cache.
         last = torch.where(ends, held.clamp(max=slots - 1), slots)
-        moved = torch.where(ends, torch.tensor(first), slots)
+        moved = torch.where(ends, torch.where(held == slots, 0, held), slots)
         weights_of, pools, columns = [], [], []
         for n in range(slots):
             shifts, takes = (moved <= n) & (n < last), last == n
@@ -239,15 +237,6 @@ class Caching(nn.Module):
             columns.append(torch.where(takes, number, torch.where(shifts, numbers[:, behind], numbers[:, n])))
         keys = torch.where(ends.to(keys.device).view(-1, 1, 1), 0.0, keys)
         return Caches(tuple(weights_of), tuple(pools), keys, torch.stack(columns, 1), place)
-
-    def _dropped(self, numbers: list[int], now: int) -> int:
-        """Index of the cache that a full set drops to make room for the one of segment ``now``."""
-        if self.config.drop == "oldest" or len(numbers) < 2:
-            return 0
-        behind, before = [*numbers[1:], now], [NONE, *numbers[:-1]]
-        # Ages count back from the new segment's end. The border before segment 0 has the number NONE, -1.
-        gaps = [(after - earlier) / (now + 1 - n) for earlier, n, after in zip(before, numbers, behind, strict=True)]
-        return min(range(len(gaps)), key=gaps.__getitem__)
 
     # ---- costs, for the plan and the FLOP count
 

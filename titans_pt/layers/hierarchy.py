@@ -81,12 +81,12 @@ class HierarchicalMemory(nn.Module):
 
     def __init__(
         self, d_model: int, n_heads: int, conv_width: int, config: MemoryConfig, norm_eps: float,
-        head_width: int | None = None,
+        head_width: int | None = None, affine: bool = False,
     ):  # fmt: skip
         super().__init__()
         assert config.hierarchy is not None
         self.config, self.hierarchy = config, config.hierarchy
-        self.q, self.k, self.v = projections(d_model, n_heads, conv_width, config, head_width)
+        self.q, self.k, self.v = projections(d_model, n_heads, conv_width, head_width, affine)
         width = head_width or d_model // n_heads
         chunks = (self.hierarchy.chunk, *self.hierarchy.locals)
         self.memories: Modules[InnerMemory] = Modules(

@@ -63,7 +63,7 @@ class Projection(nn.Module):
     """Linear, causal convolution, SiLU, and for queries and keys unit length: (B, T, d_model) -> (B, T, H, D).
 
     head_width: D; None: d_model / n_heads.
-    affine: the linear layer has a bias, and there is no SiLU (model.memory.projections).
+    affine: the linear layer has a bias, and there is no SiLU.
 
     The filters of values (``unit`` is False) begin as the identity: at first a value depends on its own token alone.
     Random filters would mix it with the tokens before. All pairs of a chunk are written with the gradient at its start,
@@ -75,8 +75,8 @@ class Projection(nn.Module):
     per_rank = ("n_heads",)
 
     def __init__(
-        self, d_model: int, n_heads: int, conv_width: int, unit: bool, affine: bool = False,
-        head_width: int | None = None,
+        self, d_model: int, n_heads: int, conv_width: int, unit: bool, head_width: int | None = None,
+        affine: bool = False,
     ):  # fmt: skip
         super().__init__()
         self.n_heads, self.unit, self.affine = n_heads, unit, affine
@@ -96,12 +96,10 @@ class Projection(nn.Module):
 
 
 def projections(
-    d_model: int, n_heads: int, conv_width: int, config: MemoryConfig, head_width: int | None = None
+    d_model: int, n_heads: int, conv_width: int, head_width: int | None, affine: bool
 ) -> tuple[Projection, Projection, Projection]:
     """A memory's projections to queries, keys and values."""
-    q, k, v = (
-        Projection(d_model, n_heads, conv_width, unit, config.affine, head_width) for unit in (True, True, False)
-    )
+    q, k, v = (Projection(d_model, n_heads, conv_width, unit, head_width, affine) for unit in (True, True, False))
     return q, k, v
 
 
@@ -204,7 +202,7 @@ class NeuralMemory(nn.Module):
 
     def __init__(
         self, d_model: int, n_heads: int, conv_width: int, config: MemoryConfig, norm_eps: float,
-        head_width: int | None = None,
+        head_width: int | None = None, affine: bool = False,
     ):  # fmt: skip
         super().__init__()
         width = head_width or d_model // n_heads
@@ -214,7 +212,7 @@ class NeuralMemory(nn.Module):
                 "constant of a head of width 1, be below it"
             )
         self.config = config
-        self.q, self.k, self.v = projections(d_model, n_heads, conv_width, config, head_width)
+        self.q, self.k, self.v = projections(d_model, n_heads, conv_width, head_width, affine)
         self.shape = network_shape(width, config)
         self.gates = MemoryGates(d_model, n_heads, config, self.shape.channels)
         self.network = MemoryNetwork(n_heads, self.shape, config)

@@ -31,11 +31,11 @@ def inner_flops(shape: NetworkShape, config: MemoryConfig) -> Flops:
     start = config.forget_to == "start"  # then queries are also multiplied with M_0
     inner = 3 if config.alpha == "head" else 0  # products for the gradients of a gate that a whole matrix shares
     forward = backward = 0.0
-    again, written = _window_factors(rule, block)
+    keys = _keys_of_window(rule, block)
     for n, weights in enumerate(product_flops(shape)):
         pull = n > 0  # the error goes down through every layer but the first
-        within = 2 * block * written * sum(shape.layers[n])
-        products = again * (1 + pull) + 2 * written + 2 + start
+        within = 2 * block * keys * sum(shape.layers[n])
+        products = keys * (1 + pull) + 2 * keys + 2 + start
         once = products * weights + within + _erasing_flops(rule, shape.layers[n], block, reads=True)
         forward += once
         backward += 2 * once + inner * weights / block
@@ -51,10 +51,9 @@ def _erasing_flops(rule: Rule, layer: tuple[int, int], block: int, reads: bool) 
     return 4 * d_in * d_out + block * (2 * d_in + 3 * d_out + 2 * reads * d_out)
 
 
-def _window_factors(rule: Rule, block: int) -> tuple[float, float]:
-    """Number of keys whose gradients a block of tokens takes, and of keys that it writes, per token of the block."""
-    written = 1 + (rule.window - 1) / block
-    return 1.0 if rule.border == "carry" else written, written
+def _keys_of_window(rule: Rule, block: int) -> float:
+    """Number of keys whose gradients a block of tokens takes and writes, per token of the block."""
+    return 1 + (rule.window - 1) / block
 
 
 def stale_flops(shape: NetworkShape, config: MemoryConfig) -> Flops:
@@ -65,8 +64,8 @@ def stale_flops(shape: NetworkShape, config: MemoryConfig) -> Flops:
     chunk's end. The backward pass repeats all of it and costs twice as much again.
     """
     rule, products = Rule.of(config), product_flops(shape)
-    again, written = _window_factors(rule, config.chunk_size)
-    once = (again + 2 * written + 1) * sum(products) + again * sum(products[1:])
+    keys = _keys_of_window(rule, config.chunk_size)
+    once = (keys + 2 * keys + 1) * sum(products) + keys * sum(products[1:])
     once += sum(rule.closing_flops(*layer) for layer in shape.layers) / config.chunk_size
     block = min(config.chunk_size, MAX_BLOCK)
     once += sum(_erasing_flops(rule, layer, block, reads=False) for layer in shape.layers)

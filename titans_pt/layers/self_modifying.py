@@ -120,8 +120,8 @@ class SelfModifyingMemory(nn.Module):
     def __init__(self, d_model: int, n_heads: int, conv_width: int, config: MemoryConfig, norm_eps: float):
         super().__init__()
         self.config = config
-        self.x = Projection(d_model, n_heads, conv_width, unit=True, affine=config.affine)
-        self.q = Projection(d_model, n_heads, conv_width, unit=True, affine=config.affine)
+        self.x = Projection(d_model, n_heads, conv_width, unit=True)
+        self.q = Projection(d_model, n_heads, conv_width, unit=True)
         self.shape = network_shape(d_model // n_heads, config)
         self.gates = AnswerGates(n_heads, self.shape.width, config)
         self.network = MemoryNetwork(len(MEMORIES) * n_heads, self.shape, config)

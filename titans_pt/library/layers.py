@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from titans_pt.config import Config, MemoryConfig, ModelConfig
 from titans_pt.config.checks import checked_model
+from titans_pt.config.history import without_gone
 from titans_pt.config.model import section_at
 from titans_pt.config.words import one_line
 from titans_pt.errors import UserError
@@ -330,10 +331,8 @@ def _model_config(
         if place.setdefault(key, value) != value:
             raise UserError(f"{caller}: {key}: given {value!r}, and {place[key]!r} in memory; give one of them")
     with _by_keywords():
-        config = Config.model_validate(
-            {"model": tree, "data": {"seq_len": _ANY_LENGTH}, "train": {"batch_tokens": _ANY_LENGTH, "micro_batch": 1}}
-        )
-        return checked_model(config).model
+        run = {"data": {"seq_len": _ANY_LENGTH}, "train": {"batch_tokens": _ANY_LENGTH, "micro_batch": 1}}
+        return checked_model(Config.model_validate(without_gone({"model": tree}) | run)).model
 
 
 @contextmanager

@@ -54,7 +54,7 @@ def plainly(part: Callable, block: nn.Module, *arguments: Any) -> Any:
 
 def recomputed(part: Callable, block: nn.Module, *arguments: Any) -> Any:
     """Activation checkpointing: in training only the inputs are kept, and the backward pass computes the rest again,
-    with the same random draws (attention_dropout, adapters of peft)."""
+    with the same random draws (adapters of peft, mixers of your own)."""
     if block.training and torch.is_grad_enabled():
         return checkpoint(part, block, *arguments, use_reentrant=False)
     return part(block, *arguments)

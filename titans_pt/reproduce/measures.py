@@ -13,6 +13,7 @@ from torch import nn
 
 from titans_pt.config import Config, ModelConfig
 from titans_pt.config.files import validated
+from titans_pt.config.history import without_gone
 from titans_pt.data_pipeline import TokenFiles
 from titans_pt.evaluation import runner
 from titans_pt.evaluation.perplexity import resets, token_losses
@@ -71,6 +72,7 @@ class Measure:
             return False
         now = self.evaluation(config)
         was = found.get("evaluation", {self.suite: found.get("settings", {})} if self.suite in now else {})
+        was = without_gone({"evaluation": was})["evaluation"]
         usual = validated({}, self.settings(config.model), model=False).evaluation.model_dump(mode="json")
         return all(last_names(_filled(was[key], usual.get(key))) == last_names(now.get(key)) for key in was)
 

@@ -75,8 +75,6 @@ class TrainerState:
     nonfinite: int
     """Number of steps skipped because the loss or a gradient was not finite."""
     nonfinite_in_a_row: int
-    model_hash: str
-    config_hash: str
     config: dict[str, Any]
     """The whole settings tree that wrote the checkpoint."""
     identity: dict[str, str]
@@ -332,6 +330,8 @@ def read_state(path: Path) -> TrainerState:
     tree = json.loads(_text(path / TRAINER))
     if "identity" not in tree:  # version 0.1.0 had no other task than language
         tree["identity"] = {"tokenizer": tree.pop("tokenizer_sha256"), "data": tree.pop("data_fingerprint")}
+    for written in ("model_hash", "config_hash"):  # by versions up to 0.3.0, and read by none
+        tree.pop(written, None)
     if unknown := sorted(tree.keys() - {field.name for field in fields(TrainerState)}):
         raise UserError(f"{path / TRAINER}: has {', '.join(unknown)}, which this version does not know; use the "
                         "version that wrote it, or a later one")  # fmt: skip

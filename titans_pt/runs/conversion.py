@@ -73,11 +73,9 @@ def convert_run(
     weights: dict[str, Tensor] = dict(fresh.named_parameters()) | {name: given[name] for name in kept if name in given}
     check_weights(Path(out), settings, weights)
     with_memory = [layer for layer, mixer in enumerate(settings.model.pattern) if mixer == TARGETS["titans"]]
-    inputs: dict[int, Tensor] = {}
-    if with_memory and (settings.model.memory.affine or settings.model.section("mab")["join"] == "mixed"):
-        inputs = _inputs(run, settings, with_memory)
+    inputs = _inputs(run, settings, with_memory) if with_memory else {}
     for layer in with_memory:
-        _start_memory(f"blocks.{layer}.mixer.", weights, settings.model, inputs.get(layer))
+        _start_memory(f"blocks.{layer}.mixer.", weights, settings.model, inputs[layer])
     return write_run(RunFolder(out), settings, weights, path, run.step)
 
 
@@ -144,18 +142,15 @@ def _inputs(run: LoadedRun, settings: Config, layers: Sequence[int]) -> dict[int
 
 
 @torch.no_grad()  # after DeepSpeed's ZeRO 3 was used in a process, linear maps save their inputs for a backward pass
-def _start_memory(prefix: str, weights: dict[str, Tensor], config: ModelConfig, inputs: Tensor | None):
+def _start_memory(prefix: str, weights: dict[str, Tensor], config: ModelConfig, inputs: Tensor):
     """Initialises the memory's projections from attention's, with keys and values repeated for heads that share them.
 
-    The projections keep their random values if the memory's heads together have another width than attention's. If
-    attention has norms of queries and keys (model.attention.qk_norm), the projections are multiplied by their weights:
-    the memory then sees the same directions, and it makes all lengths 1.
+    If attention has norms of queries and keys (model.attention.qk_norm), the projections are multiplied by their
+    weights: the memory then sees the same directions, and it makes all lengths 1.
 
     Biases subtract the mean from queries and keys. The keys of a pretrained head all point in nearly the same
     direction, and a memory written under such keys returns the mean of the values. Attention is not affected, because
     a common offset has no effect under a softmax. The norm of the memory's output starts at the size of the values.
-
-    A memory without biases that is added, not mixed, needs no ``inputs``.
     """
     group = config.n_heads // config.kv_heads
     for name, repeats in (("q", 1), ("k", group), ("v", group)):
@@ -166,21 +161,17 @@ def _start_memory(prefix: str, weights: dict[str, Tensor], config: ModelConfig, 
         found, target = of_all_heads(weights[f"{prefix}attention.{name}.weight"]), f"{prefix}memory.{name}."
         if (norm := weights.get(f"{prefix}attention.{name}_norm.weight")) is not None:
             found = found * norm.repeat(config.n_heads)[:, None]
-        if found.shape != weights[f"{target}linear.weight"].shape:
-            continue
         weights[f"{target}linear.weight"] = found
-        if f"{target}linear.bias" in weights:
-            own = weights.get(f"{prefix}attention.{name}.bias")
-            if name != "v" and inputs is not None:  # attention's own bias is part of the subtracted mean
-                weights[f"{target}linear.bias"] = -(inputs @ found.mT).mean(0)
-            elif own is not None:
-                weights[f"{target}linear.bias"] = of_all_heads(own)
+        own = weights.get(f"{prefix}attention.{name}.bias")
+        if name != "v":  # attention's own bias is part of the subtracted mean
+            weights[f"{target}linear.bias"] = -(inputs @ found.mT).mean(0)
+        elif own is not None:
+            weights[f"{target}linear.bias"] = of_all_heads(own)
         if f"{target}conv.weight" in weights:
             identity = torch.zeros_like(weights[f"{target}conv.weight"])
             identity[:, -1] = 1.0
             weights[f"{target}conv.weight"] = identity
-    if f"{prefix}memory_share.weight" in weights and inputs is not None:
-        linear = f"{prefix}memory.v.linear."
-        values = F.linear(inputs, weights[f"{linear}weight"], weights.get(f"{linear}bias"))
-        norm = weights[f"{prefix}memory.output_norm.weight"]
-        weights[f"{prefix}memory.output_norm.weight"] = torch.full_like(norm, values.square().mean().sqrt().item())
+    linear = f"{prefix}memory.v.linear."
+    values = F.linear(inputs, weights[f"{linear}weight"], weights[f"{linear}bias"])
+    norm = weights[f"{prefix}memory.output_norm.weight"]
+    weights[f"{prefix}memory.output_norm.weight"] = torch.full_like(norm, values.square().mean().sqrt().item())

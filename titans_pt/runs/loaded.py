@@ -1,5 +1,6 @@
 """Loading a trained model with its task and settings from a run's folder."""
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from torch.nn import functional as F
 from titans_pt.config import Config, ReadCachingConfig, config_hash
 from titans_pt.config.checks import completed
 from titans_pt.config.files import load_stored
+from titans_pt.config.history import without_gone
 from titans_pt.errors import UserError
 from titans_pt.models.backbone import check_packages
 from titans_pt.runs import checkpoints
@@ -149,9 +151,9 @@ def load_reading(run: LoadedRun, path: str | Path) -> tuple[torch.Tensor, Any, b
             f"{path}: saved with another checkpoint than step {run.step} of {run.folder.path}; "
             "name that one with --checkpoint STEP, or that run"
         )
-    if about.get("caching", "") != expected["caching"]:
-        was = about.get("caching") or "null"
-        raise UserError(f"{path}: saved with other caches; give the same, evaluation.caching={was}")
+    was = _caches(about)
+    if was != expected["caching"]:
+        raise UserError(f"{path}: saved with other caches; give the same, evaluation.caching={was or 'null'}")
     return *load_state(path, device_of(run.model)), bytes.fromhex(about.get("unfinished", ""))
 
 
@@ -160,6 +162,16 @@ def _about(run: LoadedRun) -> dict[str, str]:
     caching = run.caching.model_dump_json(exclude={"last"}) if run.caching else ""
     about = {"kind": "generation", "model": config_hash(run.config.model), "checkpoint": run.checkpoint_hash}
     return about | {"caching": caching}
+
+
+def _caches(about: dict[str, str]) -> str:
+    """The caches of a saved state, as this version writes them."""
+    text = about.get("caching", "")
+    try:
+        stored = without_gone({"evaluation": {"caching": json.loads(text)}})["evaluation"]["caching"]
+        return ReadCachingConfig.model_validate(stored).model_dump_json(exclude={"last"})
+    except ValueError:  # none, or those of a later version
+        return text
 
 
 def load_weights(model: nn.Module, weights: dict[str, torch.Tensor]):

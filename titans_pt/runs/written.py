@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from titans_pt.config import Config, config_hash
+from titans_pt.config import Config
 from titans_pt.errors import UserError
 from titans_pt.models import build_model
 from titans_pt.runs import checkpoints
@@ -35,7 +35,6 @@ def write_run(
     weights |= {name: with_rows(weights[name], rows) for name in COUNTED if name in weights}
     state = checkpoints.TrainerState(
         step=step, samples=0, adam_step=0, nonfinite=0, nonfinite_in_a_row=0,
-        model_hash=config_hash(settings.model), config_hash=config_hash(settings),
         config=settings.model_dump(mode="json"),
         identity={"tokenizer": hashlib.sha256(tokenizer.read_bytes()).hexdigest()},
     )  # fmt: skip

@@ -48,8 +48,6 @@ class AttentionTransfer(Language):
             config.train.trainable,
             'must name what the layers add to attention, such as ["*.memory*"]',
         )
-        dropout = config.model.section("mab").get("attention_dropout", 0)
-        need(not dropout, "model.mab.attention_dropout", dropout, f"must be 0 with task={cls.name}; stage 2 takes it")
         seen = config.model.window + config.model.attention.sinks
         need(
             seen < config.data.seq_len,

@@ -88,22 +88,9 @@ def _cause(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFailure]
     return min(failures.items(), key=lambda item: (item[1].timestamp, item[1].exitcode not in FINAL))
 
 
-def variable(environment: Mapping[str, str], name: str) -> tuple[str, str]:
-    """(TITANS_NAME, its value), or (NAME, its value) if only NAME is set, or (TITANS_NAME, "").
-
-    The plain names, documented in earlier versions, still work. Other programs use the same names: conda's compilers
-    and tcsh set HOST, which counts here only as 0 or 1. Empty variables do not count.
-    """
-    if value := environment.get(f"TITANS_{name}"):
-        return f"TITANS_{name}", value
-    value = environment.get(name, "")
-    foreign = name == "HOST" and value not in ("0", "1")
-    return (f"TITANS_{name}", "") if foreign or not value else (name, value)
-
-
 def grace(environment: Mapping[str, str]) -> int:
     """Seconds between SIGTERM and SIGKILL."""
-    return _number(environment, "GRACE", GRACE)
+    return _number(environment, "TITANS_GRACE", GRACE)
 
 
 def options(environment: Mapping[str, str], program: Sequence[str] = ()) -> list[str]:
@@ -115,42 +102,43 @@ def options(environment: Mapping[str, str], program: Sequence[str] = ()) -> list
     Raises:
         UserError: a variable is missing or not a number; no GPU, and no number of processes.
     """
-    processes = _number(environment, "PROCESSES", torch.cuda.device_count(), least=1)
+    processes = _number(environment, "TITANS_PROCESSES", torch.cuda.device_count(), least=1)
     if not processes:
         raise UserError("TITANS_PROCESSES is not set, and this machine has no GPU; set it to the number of processes "
                         "per node")  # fmt: skip
-    found = ["--nproc_per_node", str(processes), "--max_restarts", str(_number(environment, "RESTARTS", 3))]
+    found = ["--nproc_per_node", str(processes), "--max_restarts", str(_number(environment, "TITANS_RESTARTS", 3))]
     # Under nohup not SIGHUP: torchrun's own handler would end the processes that nohup protects.
     heard = [each.name for each in (*STOPS, signal.SIGQUIT) if each != signal.SIGHUP or hangs_up()]
     found += ["--signals_to_handle", ",".join(heard)]
-    nodes = _number(environment, "NODES", 1, least=1)
+    nodes = _number(environment, "TITANS_NODES", 1, least=1)
     if nodes == 1:
         return [*found, "--nnodes", "1", "--standalone"]
-    name, master = variable(environment, "MASTER")
+    master = environment.get("TITANS_MASTER", "")
     if not master:
-        raise UserError(f"{variable(environment, 'NODES')[0]}={nodes}: several nodes need TITANS_MASTER=host:port, the "
-                        "same on each")  # fmt: skip
-    address(name, master)
+        raise UserError(f"TITANS_NODES={nodes}: several nodes need TITANS_MASTER=host:port, the same on each")
+    address(master)
     found += ["--nnodes", str(nodes), "--rdzv_backend", "c10d", "--rdzv_id", _job(environment, program)]
     found += ["--rdzv_endpoint", master]
-    name, host = variable(environment, "HOST")
+    host = environment.get("TITANS_HOST", "")
     if host not in ("", "0", "1"):
-        raise UserError(f"{name}: given {host!r}; must be 1 on the node that TITANS_MASTER names and 0 on the others")
+        raise UserError(
+            f"TITANS_HOST: given {host!r}; must be 1 on the node that TITANS_MASTER names and 0 on the others"
+        )
     if host:
         found += ["--rdzv_conf", f"is_host={host}"]
-    if own := variable(environment, "ADDRESS")[1]:
+    if own := environment.get("TITANS_ADDRESS"):
         found += ["--local_addr", own]
     return found
 
 
-def address(name: str, master: str) -> tuple[str, int]:
+def address(master: str) -> tuple[str, int]:
     """
     Raises:
-        UserError: ``master``, the value of the variable ``name``, is not host:port.
+        UserError: ``master``, the value of TITANS_MASTER, is not host:port.
     """
     host, _, port = master.rpartition(":")
     if not host or not 0 < (number(port) or 0) < 65536:
-        raise UserError(f"{name}: given {master!r}; must be host:port, of one of the nodes, e.g. node1:29500")
+        raise UserError(f"TITANS_MASTER: given {master!r}; must be host:port, of one of the nodes, e.g. node1:29500")
     return host.strip("[]"), int(port)
 
 
@@ -160,28 +148,29 @@ def check_master(environment: Mapping[str, str], program: Sequence[str]):
     Raises:
         UserError: the port is taken. Jobs that share a port on purpose have names (TITANS_JOB).
     """
-    name, master = variable(environment, "MASTER")
-    host, port = address(name, master)
+    master = environment["TITANS_MASTER"]
+    host, port = address(master)
     try:
         socket.create_connection((host, port), timeout=MEETING).close()
     except OSError:
         return  # nothing listens there yet
-    job, nodes = _job(environment, program), _number(environment, "NODES", 1)
+    job, nodes = _job(environment, program), _number(environment, "TITANS_NODES", 1)
     key, end = f"torch.rendezvous.{job}", time.monotonic() + MEETING
     answer = timedelta(seconds=MEETING)
     try:  # torch would wait forever for a program that says nothing
         store = within(MEETING, lambda: TCPStore(host, port, is_master=False, timeout=answer))
     except (RuntimeError, TimeoutError):
         raise UserError(
-            f"{name}={master}: another program listens on this port; choose a free port of {host}"
+            f"TITANS_MASTER={master}: another program listens on this port; choose a free port of {host}"
         ) from None
-    if variable(environment, "JOB")[1]:
+    if environment.get("TITANS_JOB"):
         return
     while not store.check([key]):  # the job's first node may have created the store but not yet entered its key
         if time.monotonic() > end:
             raise UserError(
-                f"{name}={master}: another job uses this port, or the nodes of this job were started with different "
-                f"words: give each job on {host} a port of its own, and each of its {nodes} nodes the same words"
+                f"TITANS_MASTER={master}: another job uses this port, or the nodes of this job were started with "
+                f"different words: give each job on {host} a port of its own, and each of its {nodes} nodes the same "
+                "words"
             )
         time.sleep(0.5)
 
@@ -189,16 +178,15 @@ def check_master(environment: Mapping[str, str], program: Sequence[str]):
 def _job(environment: Mapping[str, str], program: Sequence[str]) -> str:
     """Name that tells this job from others on the same port."""
     words = "\0".join(program).encode()
-    return variable(environment, "JOB")[1] or f"titans-{hashlib.sha256(words).hexdigest()[:12]}"
+    return environment.get("TITANS_JOB") or f"titans-{hashlib.sha256(words).hexdigest()[:12]}"
 
 
 def _number(environment: Mapping[str, str], name: str, default: int, least: int = 0) -> int:
-    name, text = variable(environment, name)
+    text = environment.get(name)
     if not text:
         return default
     if (value := number(text)) is None or value < least:
-        foreign = f"; another program's? TITANS_{name} comes first" if not name.startswith("TITANS_") else ""
-        raise UserError(f"{name}: given {text!r}; must be a whole number of at least {least}{foreign}")
+        raise UserError(f"{name}: given {text!r}; must be a whole number of at least {least}")
     return value
 
 
@@ -212,7 +200,7 @@ def launch(program: Sequence[str]) -> int:
     try:
         grace(os.environ)  # report a wrong value now rather than at a stop
         words = options(os.environ, program)
-        nodes = _number(os.environ, "NODES", 1)
+        nodes = _number(os.environ, "TITANS_NODES", 1)
         check_alone("Start one on each node: sbatch --nodes N launch/slurm_train.sh CONFIG does that", allowed=nodes)
         if nodes > 1:
             check_master(os.environ, program)

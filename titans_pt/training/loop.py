@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from titans_pt.config import Config, config_hash
+from titans_pt.config import Config
 from titans_pt.config.checks import stop_condition
 from titans_pt.data_pipeline import Loader
 from titans_pt.data_pipeline.loader import collate
@@ -116,10 +116,7 @@ def _check_shared(folder: RunFolder, ranks: Ranks):
     ranks.together(check)
 
 
-_BEFORE_STEP_1 = TrainerState(
-    step=0, samples=0, adam_step=0, nonfinite=0, nonfinite_in_a_row=0, model_hash="", config_hash="", config={},
-    identity={},
-)  # fmt: skip
+_BEFORE_STEP_1 = TrainerState(step=0, samples=0, adam_step=0, nonfinite=0, nonfinite_in_a_row=0, config={}, identity={})
 
 
 @dataclass
@@ -523,7 +520,6 @@ class Trainer:
             nonfinite_in_a_row=self.nonfinite_in_a_row, first_loss=self.first_loss,
             wandb_id=self.wandb.id if self.wandb else None, origin=self.origin,
             spikes=self.spikes.numbers(), best=self.patience.numbers(),
-            model_hash=config_hash(config.model), config_hash=config_hash(config),
             config=config.model_dump(mode="json"), identity=self.data.identity,
             topology={"ranks": self.ranks.world_size, "tensor": config.parallel.tensor,
                       "context": config.parallel.context,

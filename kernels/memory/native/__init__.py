@@ -29,7 +29,7 @@ KEEP_BYTES = 2**24
 recomputing the others takes less time than touching new memory."""
 
 
-LOSSES = {"squared": False, "huber": True, "coordinate": True}
+LOSSES = {"squared": False, "huber": True}
 """Losses in the order of scan.c, and whether they have a threshold; see Rule.compiled_loss."""
 
 

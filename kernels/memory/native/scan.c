@@ -378,7 +378,7 @@ INLINE void add_line(int count, real factor, const real *x, real *to) {
 
 /* ---- the rule's loss of an error e; native/__init__.py has the same order */
 
-enum { SQUARED, HUBER, COORDINATE };
+enum { SQUARED, HUBER };
 
 /* top (D x lanes), the loss's gradient, from e. */
 static void loss(const Block *b, const real *e, real *top) {
@@ -394,9 +394,7 @@ static void loss(const Block *b, const real *e, real *top) {
         }
         for (int i = 0; i < D; i++) {
             vec x = CONST_AT(e, i * lanes + t);
-            if (b->loss == COORDINATE)
-                x = 2 * choose(x > d, d, choose(x < -d, -d, x));
-            else if (b->loss == HUBER)
+            if (b->loss == HUBER)
                 x *= factor;
             else
                 x *= 2;
@@ -423,15 +421,11 @@ static void loss_back(const Block *b, const real *e, const real *upstream, real 
             }
         }
         for (int i = 0; i < D; i++) {
-            vec x = CONST_AT(e, i * lanes + t), u = CONST_AT(upstream, i * lanes + t), none = u * 0;
-            if (b->loss == COORDINATE) {
-                of_d += choose(x > d, 2 * u, choose(x < -d, -2 * u, none));
-                u = choose(x > d, none, choose(x < -d, none, 2 * u));
-            } else if (b->loss == HUBER) {
+            vec x = CONST_AT(e, i * lanes + t), u = CONST_AT(upstream, i * lanes + t);
+            if (b->loss == HUBER)
                 u = factor * u - turn * x;
-            } else {
+            else
                 u *= 2;
-            }
             AT(out, i * lanes + t) = u;
         }
         AT(b->d_threshold, t) = of_d;

@@ -61,9 +61,9 @@ class Rule:
     gates: dict[str, OwnGate] = {}
     """Its own gates, by name."""
     compiled_loss: str | None = None
-    """This loss in kernels/memory/native: "squared", or "huber" or "coordinate", whose threshold is the first own gate
-    (yaad.py). None: the C code does not serve the rule. A subclass with its own loss or features does not inherit it. C
-    has no features: a rule whose features are sometimes the keys and queries themselves tells C by :meth:`width`."""
+    """This loss in kernels/memory/native: "squared", or "huber", whose threshold is the first own gate (yaad.py). None:
+    the C code does not serve the rule. A subclass with its own loss or features does not inherit it. C has no features:
+    a rule whose features are sometimes the keys and queries themselves tells C by :meth:`width`."""
     compiled_steps: bool = False
     """Whether :meth:`steps` equals the formula in kernels/memory/native: step = b = theta / (1 + theta ||x||^2)."""
     step: float = 1.0
@@ -170,10 +170,8 @@ class Rule:
     # ---- windows of gradients, and features of keys and queries
 
     window: int = 1
-    """Number of tokens whose gradients each token writes, its own among them."""
-    border: str = "refresh"
-    """Gradients of the previous chunk in a window. "refresh": computed again at the current chunk's start; "carry": as
-    computed in their own chunk; "truncate": none."""
+    """Number of tokens whose gradients each token writes, its own among them. Those of the previous chunk's tokens are
+    computed again at the current chunk's start."""
 
     def shares(self, own: Own) -> Tensor:
         """Factors of the window's gradients, (..., window), the token's own first; own (..., 1) each. By default these

@@ -15,10 +15,7 @@ class WindowSettings(Section):
 
     window: Annotated[int, Field(ge=1, le=64)] = 4
     """Tokens whose gradients each token writes, itself among them. Each gradient is multiplied by a gate of the token
-    that writes."""
-    border: Literal["refresh", "carry", "truncate"] = "refresh"
-    """Gradients of the previous chunk's tokens in a window. refresh: taken again at the current chunk's start (ATLAS,
-    Eq. 16). carry: as taken in their own chunk. truncate: none; the window is then no wider than the chunk."""
+    that writes. Those of the previous chunk's tokens are taken again at the current chunk's start (ATLAS, Eq. 16)."""
     degree: Literal[1, 2] = 1
     """Degree of the polynomial features of keys and queries. 1: keys and queries themselves. 2: also the products of
     their channels, for small heads: the first matrix takes in 152 numbers for a head of width 16, 2,144 for 64."""
@@ -33,7 +30,7 @@ class WindowRule(SquaredError):
 
     def __init__(self, settings: Section | None = None):
         super().__init__(settings)
-        self.window, self.border = self.settings.window, self.settings.border
+        self.window = self.settings.window
         starts = [0.9] + [0.5] * (self.window - 1)
         self.gates = {f"window_{j}": OwnGate(start=start, share=True) for j, start in enumerate(starts)} | self.gates
 
@@ -58,9 +55,8 @@ class Omega(WindowRule):
     """Titans' steps, momentum and forgetting, with a window of gradients. OmegaNet is this without momentum
     (model.memory.momentum=false).
 
-    The paper prints an outer product with the sign of ascent (Eq. 11, 55). It leaves open what happens at borders of
-    chunks, the degree, the window of its headline, and whether phi's coefficients, "from 1/i!", are learned; here they
-    are fixed.
+    The paper prints an outer product with the sign of ascent (Eq. 11, 55). It leaves open the degree, the window of its
+    headline, and whether phi's coefficients, "from 1/i!", are learned; here they are fixed.
     """
 
     name: ClassVar[str] = "omega"

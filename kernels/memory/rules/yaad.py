@@ -13,35 +13,30 @@ from titans_pt.kernels.memory.rules.base import RULES, Own, OwnGate, Rule
 class Yaad(Rule):
     """Huber loss of the error e = M(k) - v with a threshold d_t > 0 that the token sets, in Titans' scale (no half):
 
-        radial      ||e||^2 if ||e|| <= d, else 2 d ||e|| - d^2           the paper's Eq. 15, for the whole vector
-        coordinate  the same for each coordinate of e, summed             as in public implementations
-        switch      ||e||^2 if ||e|| <= d, else d sum |e_i|               the paper's update for Yaad, as printed
+        radial  ||e||^2 if ||e|| <= d, else 2 d ||e|| - d^2           the paper's Eq. 15, for the whole vector
+        switch  ||e||^2 if ||e|| <= d, else d sum |e_i|               the paper's update for Yaad, as printed
 
-    d is a softplus of a linear function of the token. Except for coordinates it is multiplied by sqrt(D), which makes
-    it a threshold in units of the error's root mean square. The paper does not say how d is computed. At the threshold
-    the gradient of ``switch`` jumps in length from 2 d to d sqrt(D).
+    d is a softplus of a linear function of the token, multiplied by sqrt(D), which makes it a threshold in units of the
+    error's root mean square. The paper does not say how d is computed. At the threshold the gradient of ``switch``
+    jumps in length from 2 d to d sqrt(D).
     """
 
     name: ClassVar[str] = "yaad"
     gates: dict[str, OwnGate] = {"threshold": OwnGate(start=1.0)}
 
     class Settings(Section):
-        form: Literal["radial", "coordinate", "switch"] = "radial"
-        """Quantity with a threshold. radial: the error's length, Huber's loss of the vector. coordinate: each
-        coordinate of the error. switch: above the threshold the gradient is that of the l1 norm, as MIRAS prints it; it
-        jumps there."""
+        form: Literal["radial", "switch"] = "radial"
+        """Loss of an error whose length is above the threshold. radial: Huber's loss of the vector. switch: the
+        gradient is that of the l1 norm, as MIRAS prints it; it jumps at the threshold."""
 
     settings: Settings
 
     @property
     def compiled_loss(self) -> str | None:  # type: ignore[override]
-        return {"radial": "huber", "coordinate": "coordinate"}.get(self.settings.form)
+        return "huber" if self.settings.form == "radial" else None
 
     def loss(self, error: Tensor, v: Tensor, own: Own) -> Tensor:
         (threshold,) = own
-        if self.settings.form == "coordinate":
-            size = error.abs()
-            return torch.where(size <= threshold, size.square(), 2 * threshold * size - threshold.square()).sum(-1)
         d = threshold.squeeze(-1) * error.shape[-1] ** 0.5
         size = torch.linalg.vector_norm(error, dim=-1)
         beyond = 2 * d * size - d.square() if self.settings.form == "radial" else d * error.abs().sum(-1)
@@ -49,8 +44,6 @@ class Yaad(Rule):
 
     def gradient(self, error: Tensor, v: Tensor, own: Own) -> Tensor:
         (threshold,) = own
-        if self.settings.form == "coordinate":
-            return 2 * torch.minimum(torch.maximum(error, -threshold), threshold)
         d = threshold * error.shape[-1] ** 0.5
         size = torch.linalg.vector_norm(error, dim=-1, keepdim=True)
         if self.settings.form == "radial":

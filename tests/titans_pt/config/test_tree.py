@@ -8,7 +8,6 @@ from titans_pt.config.checks import checked, completed
 from titans_pt.config.files import load_stored
 from titans_pt.config.history import as_begun
 from titans_pt.errors import UserError
-from titans_pt.models.mixers.mab import MABSettings
 
 
 def test_settings_cannot_be_changed_in_place():
@@ -55,9 +54,10 @@ def test_a_stored_tree_means_what_its_version_did(newer):
 
 
 def test_every_former_value_is_one_of_its_setting():
-    for path, value in module.FORMER_DEFAULTS.items():
+    for path in module.FORMER_DEFAULTS.keys() - module.GONE.keys():
+        value = module.FORMER_DEFAULTS[path]
         section, _, key = path.rpartition(".")
-        kinds = {"model": ModelConfig, "model.memory": MemoryConfig, "model.mab": MABSettings}
+        kinds = {"model": ModelConfig, "model.memory": MemoryConfig}
         assert kinds[section](**{key: value({}) if callable(value) else value})
 
 
@@ -76,17 +76,6 @@ def test_a_wrong_depth_in_the_config_of_an_earlier_version_is_one_line(tmp_path)
     path.write_text("model: {memory: {depth: }}")
     with pytest.raises(UserError, match="model.memory.depth: given None; allowed: .*integer"):
         load_stored(path)
-
-
-def test_a_memory_beside_attention_stays_as_it_was_converted():
-    """Earlier versions added the memory to attention, after projections with SiLU."""
-    config = checked(Config(model=ModelConfig(mixers=["mab"])))
-    tree = config.model_dump(mode="json")
-    assert (tree["model"]["mab"]["join"], tree["model"]["memory"]["projections"]) == ("mixed", "affine")
-    del tree["model"]["mab"]["join"], tree["model"]["memory"]["projections"]
-    found = completed(tree)["model"]
-    assert (found["mab"]["join"], found["memory"]["projections"]) == ("added", "silu")
-    assert as_begun(checked(Config.model_validate(completed(tree))), tree).model.model_dump(mode="json") == found
 
 
 def test_a_run_goes_on_as_it_began(newer):

@@ -13,6 +13,7 @@ from titans_pt.evaluation.caching import cache_memories, unread
 from titans_pt.evaluation.long_context import read
 from titans_pt.models import build_model
 from titans_pt.runs.loaded import load_run
+from titans_pt.runs.states import load_state, read_about, save_state
 from titans_pt.streaming import greedy
 
 AVERAGE = ["evaluation.caching={segment: 8, shares: average}", "evaluation.perplexity.length=64"]
@@ -120,6 +121,10 @@ def test_a_text_is_read_once_and_asked_about_with_caches(tmp_path, prepared, cap
     assert cli.run([*words, "--prompt", text, "--max-new-tokens", "0", "--save-state", file]) == 0
     capsys.readouterr()
     ask = ["--state", file, "--prompt", question, "--max-new-tokens", "8", "--temperature", "0"]
+    assert cli.run([*words, *ask]) == 0
+    assert capsys.readouterr().out.strip("\n") == expected.strip("\n")
+    about = read_about(file)  # as version 0.3.0 wrote it, which had one more setting
+    save_state(load_state(file), file, about | {"caching": about["caching"].replace("{", '{"drop":"oldest",')})
     assert cli.run([*words, *ask]) == 0
     assert capsys.readouterr().out.strip("\n") == expected.strip("\n")
     assert cli.run(["generate", run, *ask]) == 2

@@ -68,7 +68,7 @@ def test_a_second_export_leaves_nothing_of_the_first(runs, tmp_path, first, seco
 
 
 def test_adapters_end_in_the_weights(prepared, tmp_path):
-    run = untrained_run(tmp_path / "run", prepared, mixers=["mab"], n_layers=2, init_std=0.2, lora={"rank": 3})
+    run = untrained_run(tmp_path / "run", prepared, mixers=["mab"], n_layers=2, init_std=0.1, lora={"rank": 3})
     path = checkpoints.find(run / "checkpoints")
     state, weights, draw = checkpoints.read_state(path), checkpoints.read_weights(path), torch.manual_seed(1)
     weights |= {n: 0.3 * torch.randn(p.shape, generator=draw) for n, p in weights.items() if n.endswith("lora_b")}

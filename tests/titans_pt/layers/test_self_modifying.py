@@ -105,7 +105,7 @@ def test_it_equals_the_definition_by_autograd(memory):
 
 @pytest.mark.parametrize("memory", [
     {}, {"depth": 3, "per_layer_gates": True}, {"gates": "hard", "theta": "free", "rule": "titans", "momentum": True},
-    {"rule": "yaad"}, {"rule": "memora", "depth": 1}, {"rule": "atlas", "atlas": {"border": "carry", "window": 2}},
+    {"rule": "yaad"}, {"rule": "memora", "depth": 1}, {"rule": "atlas", "atlas": {"window": 2}},
     {"rule": "omega", "omega": {"window": 3, "degree": 2}},
 ], ids=str)  # fmt: skip
 def test_any_rule_under_an_author_equals_its_definition(memory, monkeypatch):

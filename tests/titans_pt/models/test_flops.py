@@ -112,9 +112,7 @@ def test_adapters_are_counted_to_the_product():
 @pytest.mark.parametrize("hierarchy", [None, {"chunk": 8, "locals": [4], "shard": 16}])
 def test_a_memory_of_wider_heads(hierarchy):
     """Beside projections and gates, a memory's FLOPs depend on its heads alone, not on the model's width."""
-    settings = config(
-        ["mab"], memory={"depth": 1, "hierarchy": hierarchy}, mab={"join": "mixed"}, attention={"head_width": 24}
-    )
+    settings = config(["mab"], memory={"depth": 1, "hierarchy": hierarchy}, attention={"head_width": 24})
     inner = []
     for width in (32, 48):
         memory = build_model(settings.model_copy(update={"d_model": width})).blocks[0].mixer.memory

@@ -48,9 +48,7 @@ def tokens(rows=2, length=T, seed=0):
 
 VARIANTS = {
     "lmm-linear": (["lmm"], {"depth": 1}),
-    "lmm-affine": (["lmm"], {"projections": "affine"}),
-    "mac-affine": (["mac"], {"projections": "affine"}),
-    "mab-as-converted": (["mab"], {"depth": 1, "norm": False, "residual": False, "projections": "affine"}),
+    "mab-as-converted": (["mab"], {"depth": 1, "norm": False, "residual": False}),
     "lmm-deep-per-layer": (["lmm"], {"depth": 4, "per_layer_gates": True}),
     "mac-per-layer": (["mac"], {"per_layer_gates": True}),
     "mac-linear-plain": (["mac"], {"depth": 1, "norm": False, "residual": False}),

@@ -1,4 +1,4 @@
-"""configs/paper-literal and configs/fixed-mlp: the forms in every file, and the models' parameters."""
+"""configs/paper-literal: the forms in every file, and the models' parameters."""
 
 from pathlib import Path
 
@@ -38,7 +38,6 @@ def files(folder):
 def test_no_file_is_missing_and_none_is_left_over():
     literal = {f"{size}-{model}" for size in SIZES for model in MODELS} | {f"340m-{model}-v1" for model in MODELS}
     assert files("paper-literal") == literal
-    assert files("fixed-mlp") == {f"170m-{model}" for model in ("transformer", "swa", *MODELS)}
 
 
 @pytest.mark.parametrize("name", sorted(files("paper-literal")))
@@ -55,14 +54,3 @@ def test_the_forms_of_the_paper(name):
     length = 2048 if model in ("mag", "mal") else 4096
     assert (config.data.seq_len, config.model.window, config.train) == (length, 2048, ours.train)
     assert abs(parameters(config) / parameters(ours) - 1) < 0.01
-
-
-@pytest.mark.parametrize("name", sorted(files("fixed-mlp")))
-def test_one_width_of_the_mlp_for_all(name):
-    size, model = name.split("-")
-    config, ours = load_config(CONFIGS / "fixed-mlp" / f"{name}.yaml"), load_config(CONFIGS / size / f"{model}.yaml")
-    assert config.run.dir == f"runs/fixed-mlp-{name}" and config.model.mlp_hidden == 2048 == 8 * 768 // 3
-    assert config.model.model_copy(update={"mlp_hidden": ours.model.mlp_hidden}) == ours.model
-    # The MLP is not made smaller here for the mixer's parameters beyond attention's.
-    plain = parameters(load_config(CONFIGS / "fixed-mlp" / f"{size}-transformer.yaml"))
-    assert parameters(config) == plain if model in ("transformer", "swa") else parameters(config) > 1.1 * plain

@@ -165,11 +165,11 @@ def test_shared_heads_and_biases(mixers):
     assert shapes["blocks.0.mixer.attention.k.weight"] == (attention.get("head_width", 8), 32)
 
 
-@pytest.mark.parametrize(("join", "width"), [("mixed", 8), ("mixed", 10), ("added", 8)])
-def test_a_memory_beside_attention(join, width):
-    linear = {"depth": 1, "norm": False, "residual": False, "projections": "affine"}
+@pytest.mark.parametrize("width", [8, 10])
+def test_a_memory_beside_attention(width):
+    linear = {"depth": 1, "norm": False, "residual": False}
     attention = {"kv_heads": 2, "bias": True, "sinks": 2, "head_width": width}
-    shapes = check(config(["mab"], attention=attention, mab={"join": join}, memory=linear))
+    shapes = check(config(["mab"], attention=attention, memory=linear))
     assert shapes["blocks.0.mixer.memory.k.linear.bias"] == (2 * width,)
 
 

@@ -223,6 +223,10 @@ def test_an_evaluation_with_other_settings_is_another_measurement():
     before = {"words": [], "settings": {"sequences": 512}}  # of a version that knew one setting
     assert measure.done(before, run.config) and not measure.done(before, other.config)
     assert measure.done({"words": []}, run.config), "of an earlier version"
+    [cached] = runs("recall", models=["swa"], seeds=[0], words=["evaluation.caching={shares: sum}"])
+    found = {"words": measure.settings(cached.config.model), "evaluation": measure.evaluation(cached.config)}
+    found["evaluation"]["caching"]["drop"] = "oldest"  # of a version that had one more setting
+    assert measure.done(found, cached.config)
     [tiny] = runs("table1", models=["swa"], seeds=[0])
     [elsewhere] = runs("table1", models=["swa"], seeds=[0], words=["evaluation.perplexity.text=other"])
     text = tiny.measures[0]

@@ -15,7 +15,7 @@ from titans_pt.runs.checkpoints import TrainerState
 WEIGHTS = {"a.weight": torch.tensor([[1.0, -0.0], [float("inf"), 1e-45]]), "b": torch.randn(3)}
 MOMENTS = {f"{key}.{name}": torch.randn_like(w) for key in ("exp_avg", "exp_avg_sq") for name, w in WEIGHTS.items()}
 STATE = TrainerState(
-    step=5, samples=20, adam_step=4, nonfinite=1, nonfinite_in_a_row=0, model_hash="m", config_hash="c",
+    step=5, samples=20, adam_step=4, nonfinite=1, nonfinite_in_a_row=0,
     config={"model": {}}, identity={"tokenizer": "t", "data": "d"}, first_loss=5.5,
 )  # fmt: skip
 
@@ -58,6 +58,12 @@ def test_a_checkpoint_of_a_later_version_is_one_line(tmp_path, capsys):
         checkpoints.read_state(path)
     tools.list_run(str(tmp_path))
     assert capsys.readouterr().out.startswith(f"{path}/trainer.json: has pace, ")
+
+
+def test_hashes_that_earlier_versions_wrote_do_not_matter(tmp_path):
+    file = save(tmp_path) / "trainer.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"model_hash": "m", "config_hash": "c"}))
+    assert checkpoints.read_state(file.parent) == STATE
 
 
 def test_steps_are_listed_in_order_and_found(tmp_path):

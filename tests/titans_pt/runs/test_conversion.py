@@ -8,7 +8,6 @@ from deepspeed.runtime.zero.linear import zero3_linear_wrap
 
 from tests.helpers.untrained import untrained_run
 from titans_pt import cli
-from titans_pt.config.files import load_config
 from titans_pt.data_pipeline import TokenFiles
 from titans_pt.errors import UserError
 from titans_pt.layers.rotary import rotate
@@ -17,8 +16,7 @@ from titans_pt.runs.conversion import convert_run
 from titans_pt.runs.loaded import load_run
 
 W, S = 5, 2
-ADDED = ["model.mab.join=added"]
-DEEP = ["model.memory.depth=2", "model.memory.norm=true", "model.memory.projections=silu"]
+DEEP = ["model.memory.depth=2", "model.memory.norm=true"]
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +58,7 @@ def windowed(run, ids):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("memory", [[], ["model.memory.rule=yaad", "model.conv_width=1"], ADDED + DEEP])
+@pytest.mark.parametrize("memory", [[], ["model.memory.rule=yaad", "model.conv_width=1"], DEEP])
 def test_step_0_is_the_windowed_source(source, ids, tmp_path, memory):
     window = load_run(convert_run(source, tmp_path / "window", "window", W, S))
     titans = load_run(convert_run(source, tmp_path / "titans", "titans", W, S, [0, 2], memory))
@@ -128,7 +126,7 @@ def test_adapters_of_the_source_end_in_the_weights(prepared, tmp_path):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("words", [[], DEEP, ADDED])
+@pytest.mark.parametrize("words", [[], DEEP])
 def test_the_memory_begins_with_attentions_projections(source, ids, tmp_path, words):
     mixer = load_run(convert_run(source, tmp_path / "titans", "titans", W, S, None, words)).model.blocks[1].mixer
     a, m = mixer.attention, mixer.memory
@@ -136,10 +134,8 @@ def test_the_memory_begins_with_attentions_projections(source, ids, tmp_path, wo
     for mine, theirs in ((m.k, a.k), (m.v, a.v)):
         assert torch.equal(mine.linear.weight, theirs.weight.view(2, 8, 32).repeat_interleave(2, 0).view(32, 32))
         assert torch.equal(mine.conv.weight[:, -1], torch.ones(32)) and not mine.conv.weight[:, :-1].any()
-    if words != DEEP:
-        assert torch.equal(m.v.linear.bias, a.v.bias.view(2, 8).repeat_interleave(2, 0).flatten())
-    out = mixer.memory_share if mixer.memory_out is None else mixer.memory_out
-    assert not any(p.any() for p in out.parameters())
+    assert torch.equal(m.v.linear.bias, a.v.bias.view(2, 8).repeat_interleave(2, 0).flatten())
+    assert not any(p.any() for p in mixer.memory_share.parameters())
     m_out, _ = m(mixer.memory.q.linear.weight[None, :20])
     assert m_out.abs().max() > 1e-3  # the output projection has inputs to learn from
 
@@ -157,20 +153,16 @@ def test_a_memory_beside_normed_and_wider_heads_has_their_directions(prepared, t
     checkpoints.save(source / "checkpoints", weights, {}, checkpoints.read_state(path))
     words = ["model.memory.hierarchy={locals: [4]}"] if hierarchy else []
     mixer = load_run(convert_run(source, tmp_path / "titans", "titans", W, S, None, words)).model.blocks[0].mixer
-    assert mixer.memory_out is None
     x, a, m = torch.randn(2, 9, 32, generator=draw), mixer.attention, mixer.memory
     for mine, theirs in ((m.q, a.queries(x)), (m.k, a.keys_values(x)[0].repeat_interleave(2, 2))):
         found = torch.nn.functional.linear(x, mine.linear.weight).view(theirs.shape)
         torch.testing.assert_close(torch.cosine_similarity(found, theirs, dim=-1), torch.ones(2, 9, 4))
 
 
-def test_memories_with_other_heads_are_added(source, tmp_path):
+def test_memories_with_other_heads_are_refused(source, tmp_path):
     """Heads of another number cannot be mixed with attention's one by one."""
-    words = ["model.memory.n_heads=2"]
-    run = load_run(convert_run(source, tmp_path / "titans", "titans", W, S, None, words))
-    assert run.config.model.section("mab")["join"] == "added" and run.model.blocks[0].mixer.memory_share is None
-    with pytest.raises(UserError, match="model.mab.join: given 'mixed'; must be added: the memory has 2 heads for att"):
-        convert_run(source, tmp_path / "other", "titans", W, S, None, [*words, "model.mab.join=mixed"])
+    with pytest.raises(UserError, match="model.memory.n_heads: given 2; must be model.n_heads=4: .*; leave it out"):
+        convert_run(source, tmp_path / "titans", "titans", W, S, None, ["model.memory.n_heads=2"])
 
 
 @torch.no_grad()
@@ -205,8 +197,7 @@ def test_queries_and_keys_are_centred(source, tmp_path, capsys):
 
 
 def test_calibration_where_something_uses_it(source, tmp_path, capsys):
-    words = ["model.mab.join=added", "model.memory.projections=silu"]
-    convert_run(source, tmp_path / "titans", "titans", W, S, None, words)
+    convert_run(source, tmp_path / "window", "window", W, S)
     assert "centred" not in capsys.readouterr().err
 
 
@@ -240,64 +231,17 @@ def test_full_attention_is_a_mixture_with_what_lies_beyond_the_window(source, id
     assert share.max() > 0.9
 
 
-@pytest.mark.parametrize("words", [[], ADDED])
-def test_it_learns_from_there(source, ids, tmp_path, words):
-    """At step 0 the memory's output projection has a gradient; after one step of it, the whole memory has one."""
-    model = load_run(convert_run(source, tmp_path / "titans", "titans", W, S, None, words)).model.train()
+def test_it_learns_from_there(source, ids, tmp_path):
+    """At step 0 the memory's share has a gradient; after one step of it, the whole memory has one."""
+    model = load_run(convert_run(source, tmp_path / "titans", "titans", W, S)).model.train()
     mixer = model.blocks[0].mixer
-    out = mixer.memory_share if mixer.memory_out is None else mixer.memory_out
     model(ids)[0].square().mean().backward()
-    assert out.weight.grad.abs().max() > 0 and not mixer.memory.k.linear.weight.grad.any()
+    assert mixer.memory_share.weight.grad.abs().max() > 0 and not mixer.memory.k.linear.weight.grad.any()
     with torch.no_grad():
-        out.weight -= out.weight.grad
+        mixer.memory_share.weight -= mixer.memory_share.weight.grad
     model.zero_grad()
     model(ids)[0].square().mean().backward()
     assert all(p.grad is not None and p.grad.abs().max() > 0 for p in mixer.memory.parameters())
-
-
-@pytest.mark.parametrize("words", [[], ADDED])
-def test_attention_that_is_left_out_at_random(source, ids, tmp_path, words):
-    """Attention is left out in training alone, for samples that a seed selects."""
-    run = convert_run(source, tmp_path / "t", "titans", W, S, None, ["model.mab.attention_dropout=0.5", *words])
-    plain = load_run(convert_run(source, tmp_path / "p", "titans", W, S, None, words)).model
-    model = load_run(run).model
-    assert torch.equal(model(ids)[0], plain(ids)[0])
-    mixer, other = model.blocks[0].mixer.train(), plain.blocks[0].mixer
-    x = torch.randn(64, 9, 32, generator=torch.manual_seed(0))
-    with torch.no_grad():
-        for m in (mixer, other):
-            torch.nn.init.normal_((m.memory_out or m.memory_share).weight, std=0.1, generator=torch.manual_seed(2))
-        whole, memory = other(x)[0], other.memory(x)[0]
-        if other.memory_out is None:
-            share = other.memory_share(x).repeat_interleave(8, -1)
-            memory = other.out(share * memory)
-        else:
-            memory = other.memory_out(memory)
-        found = [(torch.manual_seed(1), mixer(x)[0])[1] for _ in range(2)]
-    assert torch.equal(*found)
-    left_out = [torch.allclose(y, m, atol=1e-6) for y, m in zip(found[0], memory, strict=True)]
-    assert 16 < sum(left_out) < 48
-    kept = ~torch.tensor(left_out)
-    torch.testing.assert_close(found[0][kept], whole[kept])
-    with pytest.raises(UserError, match="model.mab.attention_dropout: given 0.5; must be 0 with train.wavefront"):
-        load_config(run / "config.yaml", ["train.wavefront=4"])
-    with pytest.raises(
-        UserError, match="model.mab.attention_dropout: given 0.5; must be 0 with task=attention_transfer"
-    ):
-        load_config(run / "config.yaml", ["task=attention_transfer", "train.trainable=[norm.weight]"])
-
-
-def test_activation_checkpointing_leaves_out_the_same_attention(source, ids, tmp_path):
-    run = convert_run(source, tmp_path / "t", "titans", W, S, None, ["model.mab.attention_dropout=0.5"])
-    load_config(run / "config.yaml", ["train.activation_checkpointing=true"])
-    model, gradients = load_run(run).model.train(), []
-    for on in (False, True):
-        model.blocks.set_activation_checkpointing(on)
-        torch.manual_seed(0)
-        loss = model(ids)[0].square().mean()
-        gradients.append([loss, *torch.autograd.grad(loss, list(model.parameters()))])
-    for a, b in zip(*gradients, strict=True):
-        torch.testing.assert_close(a, b)
 
 
 def test_the_command(source, prepared, tmp_path, capsys):

@@ -59,7 +59,7 @@ def test_killed_ranks_are_restarted_and_the_curve_is_as_if_undisturbed(tiny, tmp
     """Twice with one restart, because there are new checkpoints in between."""
     config = tiny(train={"max_steps": 22, "checkpoint_every": 3})
     launcher = [str(ROOT / "launch" / "torchrun.sh"), str(config)]
-    environment = ENVIRONMENT | {"PROCESSES": "2", "RESTARTS": "1", "PYTHON": sys.executable}
+    environment = ENVIRONMENT | {"TITANS_PROCESSES": "2", "TITANS_RESTARTS": "1", "TITANS_PYTHON": sys.executable}
     process = subprocess.Popen(launcher, env=environment, stdout=PIPE, stderr=PIPE, text=True)
     for step in (5, 13):
         wait_for_step(tmp_path / "run", process, step)

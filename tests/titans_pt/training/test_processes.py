@@ -16,7 +16,7 @@ from titans_pt.training.metrics import read_metrics
 pytestmark = pytest.mark.thorough
 
 WORKER = Path(__file__).with_name("worker.py")
-LAUNCHER = ["env", "PROCESSES=2", sys.executable, "-m", "titans_pt.training.launcher"]
+LAUNCHER = ["env", "TITANS_PROCESSES=2", sys.executable, "-m", "titans_pt.training.launcher"]
 
 
 def losses(folder: Path) -> list[tuple]:

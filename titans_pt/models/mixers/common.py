@@ -327,10 +327,14 @@ class WindowedMemoryMixer(Windowed, MemoryMixer):
         super().check(config, need)
 
 
-def build_memory(config: ModelConfig, head_width: int | None = None) -> Memory:
-    """The memory of a mixer; head_width None: its heads together are as wide as the model."""
+def build_memory(config: ModelConfig, head_width: int | None = None, affine: bool = False) -> Memory:
+    """The memory of a mixer.
+
+    head_width: None: its heads together are as wide as the model. affine: see :class:`Projection`.
+    """
     kind = NeuralMemory if config.memory.hierarchy is None else HierarchicalMemory
-    return kind(config.d_model, config.memory_heads, config.conv_width, config.memory, config.norm_eps, head_width)
+    width, heads = config.d_model, config.memory_heads
+    return kind(width, heads, config.conv_width, config.memory, config.norm_eps, head_width, affine)
 
 
 def persistent(config: ModelConfig) -> nn.Parameter | None:

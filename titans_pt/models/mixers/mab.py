@@ -1,13 +1,12 @@
-"""MAB, memory beside attention: a memory is added to a pretrained attention layer, and has no effect at first."""
+"""MAB, memory beside attention: a memory mixed into a pretrained attention layer; it has no effect at first."""
 
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import torch
-from pydantic import Field
 from torch import Tensor, nn
 
-from titans_pt.config import Config, ModelConfig, Section
+from titans_pt.config import Config, ModelConfig
 from titans_pt.layers.attention import Attention, AttentionState
 from titans_pt.layers.documents import Documents
 from titans_pt.layers.flops import Flops, linear_flops
@@ -22,17 +21,6 @@ from titans_pt.models.mixers.common import (
 )
 
 
-class MABSettings(Section):
-    join: Literal["mixed", "added"] = "mixed"
-    """Join of attention and memory. mixed: each head's output moves from attention towards the memory by a learned
-    share, as full attention moves from the window towards the tokens beyond it. The output projection is attention's;
-    the memory has as many heads as attention, equally wide. added: the memory's output is added, through an output
-    projection of its own, and its heads together are as wide as the model."""
-    attention_dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
-    """Share of training samples, drawn for each layer and step, for which the layer drops attention's output: the
-    memory must then also answer what the window could answer."""
-
-
 @dataclass
 class MABState:
     attention: AttentionState
@@ -43,11 +31,12 @@ class MABState:
 class MAB(BesideAttention, WindowedMemoryMixer):
     """Window attention a = window_attention(x) and a memory m = memory(x) beside it, for ``titans convert``:
 
-        join="mixed": out(a + s (m - a)), s = memory_share(x), one number for each head of each token
-        join="added": out(a) + memory_out(m)
+        out(a + s (m - a)), s = memory_share(x), one number for each head of each token
 
-    memory_share and memory_out start at 0, so that the layer starts as its window. Full attention has the first form:
-    it is a + s (f - a), where f is attention to the tokens beyond the window, and s their share of the softmax.
+    memory_share starts at 0, so that the layer starts as its window. Full attention has the same form: it is
+    a + s (f - a), where f is attention to the tokens beyond the window, and s their share of the softmax. The memory
+    has as many heads as attention, equally wide. The projections to its queries, keys and values have biases and no
+    SiLU: values of a pretrained head have both signs, and its keys share a large mean, which a bias subtracts.
 
     MAG cannot serve: it normalises both branches and mixes them, which changes a pretrained layer before anything is
     learned. Attention's parameters have the same names as in the mixers attention and swa. The memory is linear by
@@ -55,70 +44,45 @@ class MAB(BesideAttention, WindowedMemoryMixer):
     """
 
     name = "mab"
-    Settings = MABSettings
     shared = ("n_heads", "rope_base", "attention", *PROJECTED)
-    sharding = {"memory_share": Shard.ENTER_COLUMN, "out": Shard.LAST_ROW, "memory_out": Shard.LAST_ROW}
+    sharding = {"memory_share": Shard.ENTER_COLUMN, "out": Shard.LAST_ROW}
     ends = ("out",)
 
     def __init__(self, config: ModelConfig):
         super().__init__()
-        settings = self.settings(config)
-        self.attention_dropout = settings.attention_dropout
         self.attention = Attention(config, config.window)
         self.out = nn.Linear(self.attention.width, config.d_model, bias=False)
-        self.memory = build_memory(config, config.head_width if settings.join == "mixed" else None)
-        self.memory_share = self.memory_out = None
-        if settings.join == "mixed":
-            self.memory_share = nn.Linear(config.d_model, config.n_heads)
-        else:
-            self.memory_out = nn.Linear(config.d_model, config.d_model, bias=False)
+        self.memory = build_memory(config, config.head_width, affine=True)
+        self.memory_share = nn.Linear(config.d_model, config.n_heads)
 
     @classmethod
     def defaults(cls, config: ModelConfig, length: int | None = None) -> dict[str, Any]:
         linear = {"model.memory.depth": 1, "model.memory.norm": False, "model.memory.residual": False}
-        found = super().defaults(config, length) | linear | {"model.memory.projections": "affine"}
-        return found if config.memory_heads == config.n_heads else found | {"model.mab.join": "added"}
+        return super().defaults(config, length) | linear
 
     @classmethod
     def check(cls, config: Config, need: Need):
         super().check(config, need)
-        settings, model = cls.settings(config.model), config.model
         need(
-            settings.join == "added" or model.memory_heads == model.n_heads,
-            "model.mab.join",
-            settings.join,
-            f"must be added: the memory has {model.memory_heads} heads for attention's {model.n_heads}",
-        )
-        share, name = settings.attention_dropout, "model.mab.attention_dropout"
-        need(
-            not (share and config.train.wavefront),
-            name,
-            share,
-            "must be 0 with train.wavefront, whose pieces of a sample would draw one by one",
+            config.model.memory_heads == config.model.n_heads,
+            "model.memory.n_heads",
+            config.model.memory.n_heads,
+            f"must be model.n_heads={config.model.n_heads}: mab mixes each head of the memory with one of attention's; "
+            "leave it out",
         )
 
     def own_initialisation(self):
-        for layer in (self.memory_share, self.memory_out):
-            if layer is not None:
-                nn.init.zeros_(layer.weight)
+        nn.init.zeros_(self.memory_share.weight)
 
     def forward(
         self, x: Tensor, state: MABState | None = None, documents: Documents | None = None
     ) -> tuple[Tensor, MABState]:
         a, attention = self.attention(x, state and state.attention, documents)
         m, memory = self.memory(x, state.memory if state else None, documents)
-        if self.training and self.attention_dropout:
-            # All tensor ranks draw the same numbers: a step seeds the generator (training/loop.py).
-            a = a * (torch.rand(len(a), 1, 1, device=a.device) >= self.attention_dropout)
-        after = MABState(attention, memory)
-        if self.memory_out is not None:
-            return self.out(a) + self.memory_out(m), after
-        assert self.memory_share is not None
         share = self.memory_share(x).to(a.dtype).unsqueeze(-1)
         a, m = (y.unflatten(-1, (share.shape[-2], -1)) for y in (a, m.to(a.dtype)))
-        return self.out(torch.lerp(a, m, share).flatten(-2)), after
+        return self.out(torch.lerp(a, m, share).flatten(-2)), MABState(attention, memory)
 
     def flops(self, length: int) -> Flops:
-        layers = [self.out] + [layer for layer in (self.memory_share, self.memory_out) if layer is not None]
-        attention = self.attention.flops(self.attention.seen(length)) + self.memory.flops(length)
-        return sum(map(linear_flops, layers), attention)
+        both = self.attention.flops(self.attention.seen(length)) + self.memory.flops(length)
+        return both + linear_flops(self.out) + linear_flops(self.memory_share)

@@ -164,9 +164,7 @@ class MAC(MemoryMixer):
         self.compiled = False
         """Whether whole segments go through torch.compile if the block around them does not."""
         self.persistent = persistent(config)
-        self.read = Projection(
-            config.d_model, config.memory_heads, config.conv_width, unit=True, affine=config.memory.affine
-        )
+        self.read = Projection(config.d_model, config.memory_heads, config.conv_width, unit=True)
         self.attention = Attention(config)
         memory = build_memory(config)
         if not isinstance(memory, NeuralMemory):

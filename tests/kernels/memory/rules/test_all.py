@@ -23,7 +23,7 @@ from titans_pt.training.plan import make_plan
 
 FORMS = {
     "titans": [{}],
-    "yaad": [{"form": "radial"}, {"form": "coordinate"}, {"form": "switch"}],
+    "yaad": [{"form": "radial"}, {"form": "switch"}],
     "moneta": [{}, {"p": 1.5, "q": 2.0}, {"p": 1.0, "q": 3.0}],
     "memora": [{}, {"scale": 2.0}],
     "dot": [{}],
@@ -32,12 +32,11 @@ FORMS = {
     "muon": [{}, {"form": "unit"}],
     "omega": [
         {},
-        {"border": "carry", "window": 3, "degree": 2},
-        {"border": "truncate"},
+        {"window": 3, "degree": 2},
         {"window": 1, "degree": 2},
         {"window": 6},
     ],
-    "atlas": [{"window": 2, "degree": 2}, {"border": "carry"}],
+    "atlas": [{"window": 2, "degree": 2}, {}],
 }
 ALL = [(name, form) for name, forms in FORMS.items() for form in forms]
 OTHERS = [each for each in ALL if each[0] not in ("titans", "yaad", "dot")]
@@ -75,8 +74,8 @@ def test_with_an_alpha_per_channel_it_equals_the_definition(name, form, seed):
 
 
 COMPILED = [
-    ("yaad", {"form": "radial"}), ("yaad", {"form": "coordinate"}), ("omega", {}), ("omega", {"border": "truncate"}),
-    ("omega", {"window": 6}), ("muon", {}), ("muon", {"form": "unit"}), ("dgd", {}),
+    ("yaad", {"form": "radial"}), ("omega", {}), ("omega", {"window": 6}),
+    ("muon", {}), ("muon", {"form": "unit"}), ("dgd", {}),
 ]  # fmt: skip
 
 

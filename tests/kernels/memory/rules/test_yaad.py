@@ -8,7 +8,7 @@ from tests.kernels.memory.test_rule_contract import given, run
 from titans_pt.kernels.memory import NetworkShape, neural_memory
 from titans_pt.kernels.memory.rules.yaad import Yaad
 
-FORMS = ("radial", "coordinate", "switch")
+FORMS = ("radial", "switch")
 
 
 def rule(form: str) -> Yaad:
@@ -17,7 +17,6 @@ def rule(form: str) -> Yaad:
 
 @pytest.mark.parametrize("form, small, large", [
     ("radial", 0.25, 2 * 2 * 5 - 4),  # ||(3, 4, 0, 0)|| = 5, d = 1 sqrt(4)
-    ("coordinate", 0.25, (2 * 3 - 1) + (2 * 4 - 1)),
     ("switch", 0.25, 2 * 7),
 ])  # fmt: skip
 def test_its_loss_by_hand(form, small, large):
