@@ -41,7 +41,7 @@ GONE: dict[str, tuple[Any, str]] = {
     "model.mab.join": ("mixed", "memories are always mixed in, since added ones do not help (docs/conversion.md)"),
     "model.memory.projections": (
         lambda tree: "affine" if "mab" in _mixers(tree) else "silu",
-        "they have biases and no SiLU in mab, SiLU and no biases in all other mixers",
+        "projections have biases and no SiLU in mab, SiLU and no biases in all other mixers",
     ),
     "model.memory.caching.drop": ("oldest", _DROP),
     "evaluation.caching.drop": ("oldest", _DROP),
