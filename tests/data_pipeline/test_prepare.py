@@ -20,7 +20,7 @@ from tests.data_pipeline.small_corpus import VOCAB, make_texts, write_jsonl
 from tests.helpers.processes import ENVIRONMENT
 from titans_pt.config import Config, SourceConfig
 from titans_pt.config.yaml import resolved_yaml
-from titans_pt.data_pipeline import IndexedDataset, IndexedWriter, TokenFiles, documents, load_tokenizer
+from titans_pt.data_pipeline import IndexedDataset, IndexedWriter, TokenFiles, documents, load_tokenizer, parts
 from titans_pt.data_pipeline.inspection import inspect_data
 from titans_pt.data_pipeline.manifest import read_manifest
 from titans_pt.data_pipeline.merge import unigram_loss
@@ -282,6 +282,11 @@ def test_user_errors_leave_nothing(config, corpus, tmp_path):
     fails(config(), folder, f"{corpus}:201", "not valid JSON")
     corpus.write_text('{"text": " "}\n')
     fails(config(), folder, "data.sources: no text")
+
+
+def test_a_document_with_more_tokens_than_the_format_counts(config, corpus, tmp_path, monkeypatch):
+    monkeypatch.setattr(parts, "LONGEST", 9)
+    fails(config(), tmp_path / "data", f"the document at {corpus} row 0 has ", " tokens, at most 9 fit; cut it, or ")
 
 
 @pytest.mark.parametrize("suffix", ["train.bin.part", "validation.idx.part", "manifest.json"])

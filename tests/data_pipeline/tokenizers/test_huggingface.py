@@ -260,6 +260,9 @@ def test_broken_or_lossy(tmp_path, byte_level):
     path.write_text(json.dumps(tree | {"decoder": {"type": "WordPiece", "prefix": "##", "cleanup": True}}))
     with pytest.raises(UserError, match="WordPiece.*does not give back the text"):
         load_tokenizer(path)
+    path.write_text(json.dumps(tree | {"decoder": None}))
+    with pytest.raises(UserError, match=r"decoder \(none\) does not give back the text"):
+        load_tokenizer(path)
 
 
 def test_chat_templates_that_cannot_be_read(byte_level, tmp_path):
@@ -267,6 +270,15 @@ def test_chat_templates_that_cannot_be_read(byte_level, tmp_path):
     path.write_bytes(byte_level.read_bytes())
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>", "chat_template": ["a"]}')
     assert load_tokenizer(path).chat_template is None
+    several = [{"name": name, "template": f"of {name}"} for name in ("tool_use", "default")]
+    config = {"eos_token": "<|endoftext|>", "chat_template": several}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    assert load_tokenizer(path).chat_template == "of default"
+    for content in (b"{", b"[]", b"\xff"):
+        (tmp_path / "tokenizer_config.json").write_bytes(content)
+        with pytest.raises(UserError, match=r"tokenizer .*tokenizer_config\.json: not valid JSON; copy it again"):
+            load_tokenizer(path)
+    (tmp_path / "tokenizer_config.json").unlink()
     (tmp_path / "chat_template.jinja").write_bytes(b"\xff\xfe{")
     with pytest.raises(UserError, match=r"tokenizer .*chat_template\.jinja: not UTF-8; copy it again"):
         load_tokenizer(path)
