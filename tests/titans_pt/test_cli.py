@@ -462,3 +462,9 @@ def test_a_lost_peer_is_not_a_traceback(monkeypatch):
     assert [cli._runtime_error(error) for error in (gloo, nccl)] == [1, 1]
     with pytest.raises(RuntimeError, match="no socket interface found"):
         cli._runtime_error(torch.distributed.DistBackendError("NCCL error: Bootstrap : no socket interface found"))
+
+
+def test_a_port_that_another_program_took_is_not_a_traceback(monkeypatch, capsys):
+    monkeypatch.setattr(cli.time, "sleep", lambda _seconds: None)
+    assert cli._runtime_error(RuntimeError("The server socket has failed to bind [::]:1 (errno: 98 EADDRINUSE)")) == 1
+    assert "another program took the port that torchrun chose for this start" in capsys.readouterr().err
