@@ -236,4 +236,4 @@ def test_it_is_evaluated_in_pieces_and_continues_where_it_was_stopped(tmp_path, 
     next(other.rglob("state_tracking.jsonl")).unlink()
     kept.write_bytes(content[:-1])
     again()
-    assert read(other) == record and "; the samples are read again from their first token" in caplog.text
+    assert read(other) == record and "; everything is read again from the first token" in caplog.text
