@@ -3,6 +3,7 @@
 import errno
 import getpass
 import io
+import itertools
 import os
 import shutil
 import signal
@@ -321,6 +322,35 @@ def test_too_many_nonfinite_steps_stop_without_a_checkpoint(tiny, failing, monke
     folder = Path(load_config(path).run.dir)
     assert checkpoints.list_checkpoints(folder / "checkpoints") == []
     assert [r["kind"] for r in read_metrics(folder / "metrics.jsonl")] == ["nonfinite"] * 2
+
+
+def test_a_stop_before_any_finite_step_has_no_checkpoint(tiny, monkeypatch, capsys, caplog):
+    build, passes = language.build_model, itertools.count()
+
+    def spoilt(*given):
+        model = build(*given)
+
+        def hook(_module, _arguments, output):
+            if next(passes) == 4:  # the second step
+                signal.raise_signal(signal.SIGTERM)
+            return output[0] * float("inf"), output[1]
+
+        model.register_forward_hook(hook)
+        return model
+
+    monkeypatch.setattr(language, "build_model", spoilt)
+    assert cli.run(["train", str(tiny()), "evaluation.every=1", "evaluation.suites=[perplexity]"]) == 128 + 15
+    assert "stopped by signal 15 at step 2; no checkpoint, since no step was finite; " in capsys.readouterr().out
+    assert "step 1 is not evaluated: it has no checkpoint, since it was not finite" in caplog.text
+
+
+def test_a_curve_that_cannot_be_drawn_is_a_warning(tiny, monkeypatch, caplog):
+    def full_disk(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(loop, "plot_loss", full_disk)
+    assert cli.run(["train", str(tiny(train={"max_steps": 1, "warmup_steps": 0}))]) == 0
+    assert "plots/loss.png: the curve could not be drawn (No space left on device)" in caplog.text
 
 
 # ---- processes
