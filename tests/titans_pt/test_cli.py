@@ -197,6 +197,19 @@ def test_a_resume_may_change_how_it_trains(run_copy):
     ) in log
 
 
+def test_a_resume_of_another_versions_run_compares_no_schedules(run_copy, monkeypatch):
+    config, folder, path = run_copy
+    read = checkpoints.read_state
+
+    def other(path):
+        state = read(path)
+        return replace(state, config=state.config | {"train": state.config["train"] | {"of_another_version": 1}})
+
+    monkeypatch.setattr(checkpoints, "read_state", other)
+    assert cli.run(["train", str(config), folder, "train.stop_at=3", "train.lr=2e-2"]) == 0
+    assert "another schedule" not in (path / "log.txt").read_text()
+
+
 @pytest.mark.parametrize("key", ["tokenizer", "data"])
 def test_a_resume_on_other_data_is_refused(run_copy, failing, monkeypatch, key):
     config, folder, _ = run_copy
