@@ -95,6 +95,14 @@ def test_a_text_that_cannot_be_cut_is_encoded_at_once(byte_level, monkeypatch):
     assert tokenizer.encode(text) == tokenizer._encode(text)
 
 
+def test_a_text_that_was_cut_inside_a_token_is_encoded_at_once(byte_level, texts, monkeypatch):
+    monkeypatch.setattr(module, "_STRETCH", 300)
+    tokenizer, text = load_tokenizer(byte_level), "\n".join(texts)[:5000]
+    monkeypatch.setattr(type(tokenizer), "_end_of_stretch", lambda _, text, start: min(start + 101, len(text)))
+    parts = [id for at in range(0, len(text), 101) for id in tokenizer._encode(text[at : at + 101])]
+    assert tokenizer.encode(text) == tokenizer._encode(text) != parts
+
+
 def test_a_byte_level_piece_that_spells_no_bytes(byte_level, tmp_path):
     tree = json.loads(byte_level.read_text())
     tree["model"]["vocab"]["<｜end｜>"] = len(tree["model"]["vocab"])
