@@ -144,7 +144,7 @@ def test_what_is_wrong_with_a_folder(folder, genome, tmp_path):
 
 
 @pytest.mark.parametrize(("text", "message"), [
-    ("ACGT\n", "a.fa:1: no FASTA but text without a header line; a FASTA file begins with"),
+    ("ACGT\n", "a.fa:1: no FASTA but text without a header line; begin it with a line"),
     (">x\n>y\nAC\n", "a.fa:1, record 'x': has no sequence; remove it"),
 ])  # fmt: skip
 def test_what_is_wrong_with_a_class_of_fasta(tmp_path, text, message):

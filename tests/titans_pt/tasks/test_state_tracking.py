@@ -158,6 +158,13 @@ def test_impossible_problems_are_refused(words, message):
         load_config(CONFIG, [f"state_tracking.{word}" for word in words])
 
 
+@pytest.mark.parametrize("problem", ["arithmetic", "brackets"])
+def test_a_guesser_of_values_says_the_commonest_one(problem):
+    states = task(f"state_tracking.problem={problem}").asked(64)
+    last = [states.sample(1, n)[1][-1] for n in range(1000)]
+    assert states.chance == pytest.approx(np.bincount(last).max() / 1000, abs=0.06)
+
+
 @pytest.mark.parametrize("name", ["deltanet", "gated_deltanet"])
 def test_beta_reaches_two(name):
     """Compare with the delta rule token by token in float64, with beta twice the sigmoid."""
