@@ -275,7 +275,7 @@ def _encode(
         if (count := len(before) + len(one) + 1) > LONGEST:
             where = one_line(f"{document.file} row {document.row}")
             raise UserError(f"data.sources: the document at {where} has {count:,} tokens, at most {LONGEST:,} fit; "
-                            "cut the file, or set data.sources.N.separator")  # fmt: skip
+                            "cut it, or set data.sources.N.separator (.txt)")  # fmt: skip
     whole = [np.concatenate([np.array(ids, dtype) for ids in (before, one, [tokenizer.eos_id])]) for one in encoded]
     return whole, answers
 

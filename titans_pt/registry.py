@@ -33,10 +33,14 @@ class Registry(Generic[T]):
         self._found: dict[str, type[T]] = {}
 
     def register(self, cls: type[T]) -> type[T]:
-        """Registers a class, as a decorator. Raises ValueError if another class already has the name."""
-        other = self._found.setdefault(cls.name, cls)
-        if (other.__module__, other.__qualname__) != (cls.__module__, cls.__qualname__):
-            raise ValueError(f"{self.setting}: {cls.name!r} is {other!r} already; choose another name for {cls!r}")
+        """Registers a class, as a decorator.
+
+        Raises:
+            UserError: another class already has the name.
+        """
+        other, own = (f"{kind.__module__}.{kind.__qualname__}" for kind in (self._found.setdefault(cls.name, cls), cls))
+        if other != own:
+            raise UserError(f"{self.setting}: {cls.name!r} is {other} already; choose another name for {own}")
         self._found[cls.name] = cls  # a reloaded module defines the same class again
         return cls
 

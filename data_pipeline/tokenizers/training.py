@@ -36,7 +36,7 @@ def train_tokenizer(
         sentencepiece.SentencePieceTrainer.train(
             sentence_iterator=_lines(texts, max_characters, failures),
             model_writer=model,
-            vocab_size=vocab_size,
+            vocab_size=min(max(vocab_size, 3), 1 << 24),  # beyond these it says nothing that a user understands
             model_type="bpe",
             byte_fallback=True,
             split_digits=True,

@@ -86,6 +86,17 @@ def test_a_template_that_rewrites_earlier_answers_has_a_document_for_each(given_
     assert rows and all(rows.count(row) == 1 + begins.index(row) % 2 for row in rows)
 
 
+def test_answers_of_other_documents_are_refused(given_rows):
+    config = given_rows((PAIRS, {"format": "prompt-completion"}))
+    prepare(config)
+    stream = TokenFiles.open(config).train[0]
+    table = parquet.read_table(path := stream.list_of_documents)
+    parquet.write_table(table.slice(1), path)
+    count = len(table)
+    with pytest.raises(UserError, match=f"{path}: has {count - 1} documents, its .idx {count}; run: titans prepare"):
+        Answers(stream)
+
+
 def test_near_duplicates_are_whole_chats(given_rows, tmp_path):
     pytest.importorskip("transformers")
     pytest.importorskip("rensa")

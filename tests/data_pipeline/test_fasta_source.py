@@ -5,7 +5,7 @@ import pytest
 
 from titans_pt.config import Config
 from titans_pt.config.files import load_config
-from titans_pt.data_pipeline import TokenFiles
+from titans_pt.data_pipeline import TokenFiles, documents
 from titans_pt.data_pipeline.inspection import inspect_data
 from titans_pt.data_pipeline.packing import PackedSamples, on_other_strand
 from titans_pt.data_pipeline.prepare import prepare
@@ -69,6 +69,19 @@ def test_refused_in_one_line(tmp_path, text, message):
     with pytest.raises(UserError, match=message) as error:
         prepare(config(tmp_path, text))
     assert "\n" not in str(error.value)
+
+
+def test_what_is_no_fasta_can_be_skipped(tmp_path):
+    (source,) = config(tmp_path, ">a\nACGT\n").data.sources
+    (tmp_path / "fa" / "a.fa").write_text("ACGT")
+    (tmp_path / "fa" / "gone.fa").symlink_to("nowhere")
+    rejected = []
+    assert [document.text for document in documents(source, reject=rejected.append)] == ["ACGT"]
+    assert [each.reason.partition(" (")[0] for each in rejected] == [
+        "no FASTA but text without a header line", "a link to nowhere, which cannot be followed"
+    ]  # fmt: skip
+    with pytest.raises(UserError, match="fa/a.fa:1: no FASTA .*; begin it with a line '>NAME', or set data.bad_input="):
+        list(documents(source))
 
 
 def test_settings_that_do_not_go_together(tmp_path):

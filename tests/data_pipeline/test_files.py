@@ -359,3 +359,14 @@ def test_what_cannot_be_read_has_no_bytes(tmp_path):
     for path in tmp_path.iterdir():
         assert list(readers.pieces(path, files(path), 10)) == [(0, None, 0)]
         readers.hash_piece(path, 0, None, pytest.fail)
+
+
+def test_tables_without_rows_or_without_a_footer_are_one_piece(tmp_path):
+    path = tmp_path / "a.parquet"
+    with parquet.ParquetWriter(path, pa.schema([("text", pa.string())])):
+        pass
+    size = path.stat().st_size
+    assert list(readers.pieces(path, files(path), 10)) == [(0, None, size)] and read(path) == ([], [])
+    path.write_bytes(path.read_bytes()[: size // 2])
+    assert list(readers.pieces(path, files(path), 10)) == [(0, None, size // 2)]
+    readers.hash_piece(path, 0, 1, pytest.fail)

@@ -79,8 +79,8 @@ def test_documents_of_several_sequences(tmp_path):
 
 def test_missing_or_truncated_files(tmp_path):
     prefix = write(tmp_path / "a", [[1, 2, 3], [4]])
-    idx, bin_ = prefix.with_suffix(".idx"), prefix.with_suffix(".bin")
-    good = {idx: idx.read_bytes(), bin_: bin_.read_bytes()}
+    bin_, idx, crc = (prefix.with_suffix(suffix) for suffix in indexed.SUFFIXES)
+    good = {path: path.read_bytes() for path in (idx, bin_, crc)}
     flipped = bytearray(good[idx])
     flipped[34] = 4  # the first size
     pointer = bytearray(good[idx])
@@ -95,6 +95,8 @@ def test_missing_or_truncated_files(tmp_path):
         (bin_, good[bin_] * 2, "truncated, or of another run"),
         (idx, bytes(flipped), "contradict"),
         (idx, bytes(pointer), "contradict"),
+        (crc, None, "No such file"),
+        (crc, good[crc] * 2, "2 checksums for 8 bytes of .bin"),
     ]
     for path, data, what in cases:
         for name, content in good.items():
@@ -103,7 +105,7 @@ def test_missing_or_truncated_files(tmp_path):
         if data is not None:
             path.write_bytes(data)
         with pytest.raises(UserError) as error:
-            IndexedDataset(prefix)
+            IndexedDataset(prefix, checked=True)
         message = str(error.value)
         assert what in message and str(path.with_suffix("")) in message and "titans prepare" in message, message
 

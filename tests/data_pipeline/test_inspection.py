@@ -4,8 +4,9 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
+from tests.data_pipeline.small_corpus import write_jsonl
 from titans_pt import cli
-from titans_pt.data_pipeline import TokenFiles
+from titans_pt.data_pipeline import TokenFiles, merge, parts
 from titans_pt.data_pipeline.inspection import document_place, inspect_data
 from titans_pt.data_pipeline.prepare import prepare
 from titans_pt.errors import UserError
@@ -104,6 +105,35 @@ def test_a_damaged_list_of_documents_is_one_line(config, tmp_path):
         path.write_bytes(damaged)
         with pytest.raises(UserError, match="train.documents.parquet: damaged .*; copy it again, or make the token"):
             inspect_data(config())
+    path.write_bytes((tmp_path / "data" / "validation.documents.parquet").read_bytes())
+    with pytest.raises(UserError, match="train.documents.parquet: truncated, or of another run; copy it again"):
+        inspect_data(config(), documents=10**6)
+
+
+def test_a_list_of_documents_in_row_groups(config, monkeypatch):
+    """Documents are gathered in batches, and listed in groups: neither changes what is written and found."""
+    whole = prepare(config())
+    places = [document_place(TokenFiles.open(config()).train[0], j) for j in range(20)]
+    monkeypatch.setattr(parts, "_BATCH_CHARACTERS", 300)
+    for module in (parts, merge):
+        monkeypatch.setattr(module, "ROW_GROUP", 7)
+    assert prepare(config(), force=True)["content"] == whole["content"]
+    stream = TokenFiles.open(config()).train[0]
+    assert parquet.ParquetFile(stream.list_of_documents).num_row_groups > 2
+    assert [document_place(stream, j) for j in range(20)] == places
+
+
+def test_the_epochs_of_a_mixture(config, corpus, tmp_path, texts, capsys):
+    other = write_jsonl(tmp_path / "other.jsonl", [f"other {text}" for text in texts])
+    sources = [{"kind": "files", "path": str(p), "weight": w} for p, w in ((corpus, 3), (other, 1))]
+    given = config(data={"sources": sources})
+    prepare(given)
+    inspect_data(given)
+    per_epoch = [len(stream) for stream in TokenFiles.open(given).samples(given).streams]
+    lines = [line for line in capsys.readouterr().out.splitlines() if "epochs in train.max_steps" in line]
+    for line, share, count in zip(lines, (0.75, 0.25), per_epoch, strict=True):
+        epochs = share * given.train.max_steps * 8 / count
+        assert f": {share:.1%} of samples, {count:,} per epoch, {epochs:.2f} epochs in" in line
 
 
 def test_prepare_sees_files_that_are_cut_or_gone(config, tmp_path):

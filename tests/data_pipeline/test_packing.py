@@ -157,6 +157,11 @@ def test_token_files_of_format_1_can_be_trained_on(config, tmp_path):
     kept = {key: manifest[key] for key in ("content", "tokenizer_sha256", "vocab_size", "splits", "unigram_loss")}
     path.write_text(json.dumps({"format": 1, "settings": settings, **kept}))
     assert TokenFiles.open(config()).samples(config()).sample(0)[0].shape == (65,)
+    tokenizer = path.parent / "tokenizer.model"
+    model = tokenizer.read_bytes()
+    tokenizer.write_bytes(model[:-1])
+    refused(config(), f"{tokenizer}: not the tokenizer that made the token files next to it; put it back")
+    tokenizer.write_bytes(model)
     with pytest.raises(UserError, match="file format 1, this version writes 2.*--force"):
         prepare(config())
     path.write_text(json.dumps({"format": 9}))

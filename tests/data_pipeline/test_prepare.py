@@ -20,7 +20,7 @@ from tests.data_pipeline.small_corpus import VOCAB, make_texts, write_jsonl
 from tests.helpers.processes import ENVIRONMENT
 from titans_pt.config import Config, SourceConfig
 from titans_pt.config.yaml import resolved_yaml
-from titans_pt.data_pipeline import IndexedDataset, IndexedWriter, TokenFiles, documents, load_tokenizer
+from titans_pt.data_pipeline import IndexedDataset, IndexedWriter, TokenFiles, documents, load_tokenizer, parts
 from titans_pt.data_pipeline.inspection import inspect_data
 from titans_pt.data_pipeline.manifest import read_manifest
 from titans_pt.data_pipeline.merge import unigram_loss
@@ -284,6 +284,11 @@ def test_user_errors_leave_nothing(config, corpus, tmp_path):
     fails(config(), folder, "data.sources: no text")
 
 
+def test_a_document_with_more_tokens_than_the_format_counts(config, corpus, tmp_path, monkeypatch):
+    monkeypatch.setattr(parts, "LONGEST", 9)
+    fails(config(), tmp_path / "data", f"the document at {corpus} row 0 has ", " tokens, at most 9 fit; cut it, or ")
+
+
 @pytest.mark.parametrize("suffix", ["train.bin.part", "validation.idx.part", "manifest.json"])
 @pytest.mark.parametrize("existing", [False, True])
 def test_full_disk_changes_nothing_and_finished_parts_are_kept(config, tmp_path, monkeypatch, suffix, existing):
@@ -359,6 +364,16 @@ def test_a_folder_left_half_moved_counts_as_empty(config, tmp_path, monkeypatch)
         TokenFiles.open(config())
     manifest = prepare(config())
     assert names(tmp_path / "data") == FILES and TokenFiles.open(config()).manifest == manifest
+
+
+def test_a_failing_disk_is_no_damage(tmp_path, monkeypatch):
+    def broken(path):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(Path, "read_bytes", broken)
+    with pytest.raises(OSError, match="Input/output error") as error:
+        read_manifest(tmp_path)
+    assert error.value.filename == str(tmp_path / "manifest.json")
 
 
 def test_one_process_at_a_time(config, tmp_path):

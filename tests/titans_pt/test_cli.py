@@ -3,6 +3,7 @@
 import errno
 import getpass
 import io
+import itertools
 import os
 import shutil
 import signal
@@ -196,6 +197,19 @@ def test_a_resume_may_change_how_it_trains(run_copy):
     ) in log
 
 
+def test_a_resume_of_another_versions_run_compares_no_schedules(run_copy, monkeypatch):
+    config, folder, path = run_copy
+    read = checkpoints.read_state
+
+    def other(path):
+        state = read(path)
+        return replace(state, config=state.config | {"train": state.config["train"] | {"of_another_version": 1}})
+
+    monkeypatch.setattr(checkpoints, "read_state", other)
+    assert cli.run(["train", str(config), folder, "train.stop_at=3", "train.lr=2e-2"]) == 0
+    assert "another schedule" not in (path / "log.txt").read_text()
+
+
 @pytest.mark.parametrize("key", ["tokenizer", "data"])
 def test_a_resume_on_other_data_is_refused(run_copy, failing, monkeypatch, key):
     config, folder, _ = run_copy
@@ -321,6 +335,35 @@ def test_too_many_nonfinite_steps_stop_without_a_checkpoint(tiny, failing, monke
     folder = Path(load_config(path).run.dir)
     assert checkpoints.list_checkpoints(folder / "checkpoints") == []
     assert [r["kind"] for r in read_metrics(folder / "metrics.jsonl")] == ["nonfinite"] * 2
+
+
+def test_a_stop_before_any_finite_step_has_no_checkpoint(tiny, monkeypatch, capsys, caplog):
+    build, passes = language.build_model, itertools.count()
+
+    def spoilt(*given):
+        model = build(*given)
+
+        def hook(_module, _arguments, output):
+            if next(passes) == 6:  # in the second step
+                signal.raise_signal(signal.SIGTERM)
+            return output[0] * float("inf"), output[1]
+
+        model.register_forward_hook(hook)
+        return model
+
+    monkeypatch.setattr(language, "build_model", spoilt)
+    assert cli.run(["train", str(tiny()), "evaluation.every=1", "evaluation.suites=[perplexity]"]) == 128 + 15
+    assert "stopped by signal 15 at step 2; no checkpoint, since no step was finite; " in capsys.readouterr().out
+    assert "step 1 is not evaluated: it has no checkpoint, since it was not finite" in caplog.text
+
+
+def test_a_curve_that_cannot_be_drawn_is_a_warning(tiny, monkeypatch, caplog):
+    def full_disk(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(loop, "plot_loss", full_disk)
+    assert cli.run(["train", str(tiny(train={"max_steps": 1, "warmup_steps": 0}))]) == 0
+    assert "plots/loss.png: the curve could not be drawn (No space left on device)" in caplog.text
 
 
 # ---- processes
@@ -462,3 +505,9 @@ def test_a_lost_peer_is_not_a_traceback(monkeypatch):
     assert [cli._runtime_error(error) for error in (gloo, nccl)] == [1, 1]
     with pytest.raises(RuntimeError, match="no socket interface found"):
         cli._runtime_error(torch.distributed.DistBackendError("NCCL error: Bootstrap : no socket interface found"))
+
+
+def test_a_port_that_another_program_took_is_not_a_traceback(monkeypatch, capsys):
+    monkeypatch.setattr(cli.time, "sleep", lambda _seconds: None)
+    assert cli._runtime_error(RuntimeError("The server socket has failed to bind [::]:1 (errno: 98 EADDRINUSE)")) == 1
+    assert "another program took the port that torchrun chose for this start" in capsys.readouterr().err

@@ -315,7 +315,8 @@ def test_the_model_card_has_the_runs_figures(tmp_path, prepared):
     run = untrained_run(tmp_path / "run", prepared)
     rows = [{"length": 2048, "mean": 0.25}]
     summary = {"checkpoint_hash": load_run(run).checkpoint_hash, "perplexity": {"perplexity": 123.456},
-               "needle": {"tasks": {"niah_single_1": {"by_length": rows}}}}  # fmt: skip
+               "needle": {"tasks": {"niah_single_1": {"by_length": rows}}},
+               "commonsense": {"tasks": {"piqa": {"acc": 0.75, "n": 8}}}}  # fmt: skip
     (run / "evaluation/step-00000003").mkdir(parents=True)
     (run / "evaluation/step-00000003/summary.json").write_text(json.dumps(summary))
     records = [{"kind": "validation", "step": step, "validation_loss": 5.0 - step} for step in (2, 3)]
@@ -324,14 +325,19 @@ def test_the_model_card_has_the_runs_figures(tmp_path, prepared):
     front, body = card.removeprefix("---\n").split("\n---\n", 1)
     measured = yaml.safe_load(front)["model-index"][0]["results"]
     values = [metric["value"] for result in measured for metric in result["metrics"]]
-    assert values == [2.0, 123.456, 0.25]
+    assert values == [2.0, 123.456, 0.25, 0.75]
     for row in ("| validation text | perplexity per token | 123.5 |",
                 "| needle: niah_single_1 | accuracy at 2,048 tokens | 0.25 |",
-                "| step | 3 of 10 |", "| mixers | mac |"):  # fmt: skip
+                "| lm-eval: piqa | acc | 0.75 |", "| step | 3 of 10 |", "| mixers | mac |"):  # fmt: skip
         assert row in body
     summary["checkpoint_hash"] = "of another checkpoint"
     (run / "evaluation/step-00000003/summary.json").write_text(json.dumps(summary))
     assert "123.5" not in (huggingface.export_run(run, tmp_path / "hf") / "README.md").read_text()
+    (run / "evaluation/step-00000003/summary.json").write_text("{")
+    with pytest.raises(
+        UserError, match=r"summary.json: damaged \(.*\); make it again with: titans evaluate .*, or delete"
+    ):
+        huggingface.export_run(run, tmp_path / "hf")
 
 
 def test_a_folder_of_version_0_1_0(folders, tmp_path):

@@ -185,6 +185,11 @@ def test_mistakes(run, tmp_path, capfd, content, words, message):
     assert not (run / "inspection").exists()
 
 
+def test_one_token_is_no_stream(run):
+    with pytest.raises(UserError, match="max_tokens: given 1; allowed: at least 2"):
+        inspect(run, "page.txt", max_tokens=1)
+
+
 @pytest.mark.parametrize("broken", [slice(5, None), slice(None)], ids=["from a token on", "all"])
 def test_a_memory_that_ran_away_can_be_looked_at(tmp_path, broken):
     result = module.read(small(["lmm"]), torch.randint(0, 50, (T,)), ["x"] * T)

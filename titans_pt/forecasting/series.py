@@ -186,7 +186,7 @@ def _columns(
     if twice := [name for name in chosen if chosen.count(name) > 1]:
         raise UserError(f"forecast.columns: given {twice[0]!r} twice; name each column once")
     if not chosen:
-        raise UserError(f"{path}: no column of numbers besides the date")
+        raise UserError(f"{path}: no column of numbers besides the date; add one, or name it in forecast.columns")
     return place, chosen, notes
 
 

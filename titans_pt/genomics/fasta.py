@@ -89,7 +89,7 @@ def _records(path: Path) -> Iterator[Record | Unusable]:
             elif line.strip():
                 what = "a FASTQ file" if line.startswith(b"@") else "text without a header line"
                 remedy = "convert it: seqtk seq -a FILE > NEW.fa" if line.startswith(b"@") else (
-                    "a FASTA file begins with a line '>NAME'")  # fmt: skip
+                    "begin it with a line '>NAME'")  # fmt: skip
                 yield Unusable(f"{path}:{number}", f"no FASTA but {what}", remedy)
                 return
     if header is not None:

@@ -195,7 +195,9 @@ def _check_exported(folder: Path) -> Path:
     except (OSError, ValueError, AttributeError, RecursionError):
         raise UserError(f"{folder / 'config.json'}: not JSON with fields; {wrong}") from None
     if kind != TitansConfig.model_type or not isinstance(tree.get("settings"), dict):
-        raise UserError(f"{folder}: holds a model of type {kind!r}, and only Titans can be imported; {wrong}")
+        raise UserError(
+            f"{folder / 'config.json'}: has no settings with the model_type {TitansConfig.model_type!r}; {wrong}"
+        )
     found = [folder / name for name in FILES if (folder / name).is_file()]
     trained = tree.get("tokenizer_hash")
     if trained:

@@ -297,10 +297,8 @@ def _tokenizer_settings(path: Path, config: Any, source: Source) -> dict:
 def _end(found: tokenizers.Tokenizer, path: Path, config: Any) -> str | None:
     try:
         named = json.loads((path.parent / "tokenizer_config.json").read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    except FileNotFoundError:  # a damaged one has been refused: transformers has read it
         named = {}
-    except ValueError:
-        raise UserError(f"{path.parent / 'tokenizer_config.json'}: not valid JSON; copy it again") from None
     end = named.get("eos_token")
     end = end.get("content") if isinstance(end, dict) else end
     if end is None and (number := config.eos_token_id) is not None:

@@ -8,6 +8,7 @@ functions, are included for GPUs. Files that are not Python (kernels in C), whic
 """
 
 import ast
+import contextlib
 import importlib.util
 import re
 import sys
@@ -127,9 +128,13 @@ class _Module:
     """
 
     def __init__(self, name: str, ours: set[str]):
-        spec = importlib.util.find_spec(name)
+        spec = None
+        if name != "__main__":  # importing that file again would run the program
+            with contextlib.suppress(ValueError):  # a module that was made in memory
+                spec = importlib.util.find_spec(name)
         if spec is None or not spec.origin or not spec.origin.endswith(".py"):
-            raise UserError(f"{name}: no source file, and an exported folder must carry it; put the mixer in a file")
+            raise UserError(f"{name}: no source file that can be imported, and an exported folder must carry it; put "
+                            "the mixer in a file of its own")  # fmt: skip
         self.name, self.package = name, name if spec.submodule_search_locations else name.rpartition(".")[0]
         self.needs: set[str] = set()
         self.may_need: set[str] = set()

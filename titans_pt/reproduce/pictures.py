@@ -35,7 +35,7 @@ def _named(start: Path, name: str) -> Path:
 
 
 def _style(n: int, record: dict) -> dict:
-    """Line style of the n-th model; dotted lines are for memories that are off."""
+    """Line style of the n-th model; lines of THICK are thicker."""
     width = 2.2 if record["model"] in THICK else 1.1
     return {"color": f"C{n % 10}", "linestyle": ("-", "--", "-.")[n // 10 % 3], "linewidth": width}
 

@@ -319,5 +319,6 @@ class ClassifyDna(Task):
         try:
             self.classes = tuple(json.loads(path.read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError) as error:
-            raise UserError(f"{path}: missing or damaged ({error}); restore it: a list of the class names") from None
+            raise UserError(f"{path}: missing or damaged ({error!r}); the same titans train command writes it "
+                            "again") from None  # fmt: skip
         self.trained_on = identity.get("data")

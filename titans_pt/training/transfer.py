@@ -139,9 +139,9 @@ def _exported(path: Path) -> list[Path]:
     index = path / "model.safetensors.index.json"
     try:
         names = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else {"model.safetensors"}
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        return [path / name for name in sorted(names)]
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"its {index.name} is damaged ({error!r}); copy or export it again") from None
-    return [path / name for name in sorted(names)]
 
 
 def fresh_of(task: Task, config: Config) -> list[str]:

@@ -4,9 +4,16 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.helpers.chats import BOS, EOS, FORGETFUL, TEMPLATE, WITH_TOOLS, byte_tokenizer, said
+from tests.helpers.chats import BOS, CLOSING, EOS, FORGETFUL, TEMPLATE, WITH_TOOLS, byte_tokenizer, said
 from titans_pt.data_pipeline.tokenizers import encode_pieces, load_tokenizer
-from titans_pt.data_pipeline.tokenizers.chat import chat_documents, chat_text, ids_to_answer, spelled_ids, tools_of
+from titans_pt.data_pipeline.tokenizers.chat import (
+    answer_ends,
+    chat_documents,
+    chat_text,
+    ids_to_answer,
+    spelled_ids,
+    tools_of,
+)
 from titans_pt.errors import UserError
 
 pytest.importorskip("transformers")
@@ -133,10 +140,16 @@ def test_no_token_spans_the_end_of_a_prompt(tmp_path, texts):
     from titans_pt.data_pipeline.tokenizers import train_tokenizer
 
     found = train_tokenizer(texts, tmp_path / "small.model", 320, 10**6)
-    for prompt, completion in [("the mem", "ory learns"), ("the memory", " learns"), ("", "memory"), ("what?", "it")]:
+    assert b" segment" in found.pieces
+    for prompt, completion in [("one seg", "ment ends"), ("the memory", " learns"), ("", "memory"), ("what?", "it")]:
         ids, (begin, end) = encode_pieces(found, [(prompt, False), (completion, True)], spelled=False)
         assert ids[:begin] == list(found.encode(prompt)) and end == len(ids) + 1
         assert found.decode(ids) == prompt + completion
+
+
+def test_a_template_that_writes_only_other_chats_names_no_end(tokenizer):
+    refusing = "{% if messages|length == 2 %}{{ raise_exception('three messages') }}{% endif %}" + CLOSING
+    assert answer_ends(tokenizer(refusing)) == [EOS] and answer_ends(tokenizer(CLOSING)) == [EOS, BOS]
 
 
 def test_a_chat_in_one_thread_leaves_texts_of_others_alone(tokenizer):

@@ -95,6 +95,14 @@ def test_a_text_that_cannot_be_cut_is_encoded_at_once(byte_level, monkeypatch):
     assert tokenizer.encode(text) == tokenizer._encode(text)
 
 
+def test_a_text_that_was_cut_inside_a_token_is_encoded_at_once(byte_level, texts, monkeypatch):
+    monkeypatch.setattr(module, "_STRETCH", 300)
+    tokenizer, text = load_tokenizer(byte_level), "\n".join(texts)[:5000]
+    monkeypatch.setattr(type(tokenizer), "_end_of_stretch", lambda _, text, start: min(start + 101, len(text)))
+    parts = [id for at in range(0, len(text), 101) for id in tokenizer._encode(text[at : at + 101])]
+    assert tokenizer.encode(text) == tokenizer._encode(text) != parts
+
+
 def test_a_byte_level_piece_that_spells_no_bytes(byte_level, tmp_path):
     tree = json.loads(byte_level.read_text())
     tree["model"]["vocab"]["<｜end｜>"] = len(tree["model"]["vocab"])
@@ -260,6 +268,9 @@ def test_broken_or_lossy(tmp_path, byte_level):
     path.write_text(json.dumps(tree | {"decoder": {"type": "WordPiece", "prefix": "##", "cleanup": True}}))
     with pytest.raises(UserError, match="WordPiece.*does not give back the text"):
         load_tokenizer(path)
+    path.write_text(json.dumps(tree | {"decoder": None}))
+    with pytest.raises(UserError, match=r"decoder \(none\) does not give back the text"):
+        load_tokenizer(path)
 
 
 def test_chat_templates_that_cannot_be_read(byte_level, tmp_path):
@@ -267,6 +278,15 @@ def test_chat_templates_that_cannot_be_read(byte_level, tmp_path):
     path.write_bytes(byte_level.read_bytes())
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>", "chat_template": ["a"]}')
     assert load_tokenizer(path).chat_template is None
+    several = [{"name": name, "template": f"of {name}"} for name in ("tool_use", "default")]
+    config = {"eos_token": "<|endoftext|>", "chat_template": several}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    assert load_tokenizer(path).chat_template == "of default"
+    for content in (b"{", b"[]", b"\xff"):
+        (tmp_path / "tokenizer_config.json").write_bytes(content)
+        with pytest.raises(UserError, match=r"tokenizer .*tokenizer_config\.json: not valid JSON; copy it again"):
+            load_tokenizer(path)
+    (tmp_path / "tokenizer_config.json").unlink()
     (tmp_path / "chat_template.jinja").write_bytes(b"\xff\xfe{")
     with pytest.raises(UserError, match=r"tokenizer .*chat_template\.jinja: not UTF-8; copy it again"):
         load_tokenizer(path)

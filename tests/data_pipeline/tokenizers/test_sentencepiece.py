@@ -146,8 +146,9 @@ def test_too_little_text_names_the_largest_vocabulary_that_works(tmp_path):
         train_tokenizer(texts, tmp_path / "a.model", 5000, 1000)
     largest = int(str(error.value).split("at most ")[1].split(":")[0])
     assert train_tokenizer(texts, tmp_path / "a.model", largest, 1000).vocab_size == largest
-    with pytest.raises(UserError, match="model.vocab_size: given 100; .* need (\\d+): raise"):
-        train_tokenizer(texts, tmp_path / "b.model", 100, 1000)
+    for size, limit in {1: "need (\\d+): raise", 100: "need (\\d+): raise", 2**31: f"at most {largest}:"}.items():
+        with pytest.raises(UserError, match=f"model.vocab_size: given {size}; .* {limit}"):
+            train_tokenizer(texts, tmp_path / "b.model", size, 1000)
     with pytest.raises(UserError, match="data.sources: no text"):
         train_tokenizer([], tmp_path / "b.model", 300, 1000)
     assert not (tmp_path / "b.model").exists()
@@ -188,6 +189,12 @@ def test_missing_broken_or_unfit_model(tmp_path, tokenizer):
         with pytest.raises(UserError, match="broken.model: not a SentencePiece model") as error:
             load_tokenizer(path)
         assert "\n" not in str(error.value)
+
+
+def test_an_eos_token_that_ends_no_document(tokenizer):
+    for token in ("a", "nothing"):
+        with pytest.raises(UserError, match=f"eos_token: given '{token}', .* no control piece of {tokenizer.path}"):
+            load_tokenizer(tokenizer.path, token)
 
 
 def test_model_without_end_of_text(tmp_path, texts):

@@ -54,6 +54,11 @@ def test_an_option_of_another_that_is_not_given_is_refused(words, user, capsys):
     assert user in capsys.readouterr().err
 
 
+def test_samples_that_are_drawn_need_no_preparation(capsys):
+    assert cli.run(["prepare", "recall"]) == 0
+    assert "task=recall: its samples are drawn, nothing to prepare" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("words", "option", "bad"), [
     ("reproduce recall --size tiny --submit 1", "--sbatch", "'"),
     ("prepare c.yaml", "--workers", "0"), ("prepare c.yaml", "--shard", "2/2"), ("prepare c.yaml", "--shard", "1"),

@@ -1,4 +1,6 @@
 import json
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -155,6 +157,17 @@ def test_a_file_inherits_from_its_neighbour_before_the_package(file, tmp_path, m
     assert load_config(child).model.d_model == 64
 
 
+def test_a_mixer_of_a_name_that_is_taken(tmp_path, monkeypatch):
+    (tmp_path / "taken_name.py").write_text(
+        "from titans_pt.models.mixers.lmm import LMM, MIXERS\n\n@MIXERS.register\nclass Mine(LMM):\n    name = 'lmm'\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [*sys.path, str(tmp_path)])
+    message = "model.mixers: 'lmm' is titans_pt.models.mixers.lmm.LMM already; choose another name for taken_name.Mine"
+    with pytest.raises(UserError, match=message):
+        load_config("quickstart", ["run.imports=[taken_name]"])
+
+
 @pytest.mark.parametrize(("name", "message"), [
     ("quickstar", "config quickstar: does not exist; .* titans-pt: quickstart, quickstart-needles$"),
     ("mac.yaml", "config mac.yaml: does not exist; .*: 1.3b/mac, 170m/mac, 340m/mac, 400m/mac, 760m/mac, babilong/mac, "
@@ -163,9 +176,12 @@ def test_a_file_inherits_from_its_neighbour_before_the_package(file, tmp_path, m
     ("/nowhere/quickstart.yaml", "config /nowhere/quickstart.yaml: does not exist"),
     ("zzz", r"config zzz: does not exist; .*: 1.3b/\*, .*, needles/\*, needles, .*, quickstart, .*, tiny/\*$"),
     (".", "config .: is a folder; name a YAML file, or a config that comes with titans-pt"),
+    ("run", r"config run: is a folder \(its settings are run/config.yaml\); name a YAML file, or a config that comes"),
 ])  # fmt: skip
 def test_a_config_that_is_not_there(name, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    Path("run").mkdir()
+    Path("run/config.yaml").touch()
     with pytest.raises(UserError, match=message) as error:
         load_config(name)
     assert "\n" not in str(error.value)

@@ -142,6 +142,8 @@ def test_a_suite_without_prompts_has_no_last_tokens(tmp_path, prepared, capsys):
 
 @pytest.mark.parametrize(("model", "word", "message"), [
     ({"mixers": ["swa"]}, "{shares: sum, segment: 8}", "evaluation.caching: set, but the run has no neural memory"),
+    ({"mixers": ["lmm"], "memory": {"hierarchy": {"chunk": 4, "shard": 8, "locals": [4]}}}, "{shares: sum, segment: 8}",
+     "evaluation.caching: set; must be null for a run with model.memory.hierarchy"),
     ({"mixers": ["lmm"]}, "{shares: sum, segment: 7}", "evaluation.caching.segment: given 7; must be a multiple of"),
     ({"mixers": ["lmm"]}, "{segment: 8}", "evaluation.caching.shares: given 'gated'; must be average, sum or change"),
     ({"mixers": ["lmm"], "memory": {"caching": {"segment": 8, "shares": "sum"}}}, "{shares: gated}",

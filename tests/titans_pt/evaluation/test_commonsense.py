@@ -305,6 +305,26 @@ def test_a_task_that_cannot_run_is_one_line(parity, monkeypatch):
         parity(CHOICE)
 
 
+def test_a_hub_that_cannot_be_reached_or_lacks_a_task_is_one_line(loaded, monkeypatch):
+    def settings(task):
+        return Config.model_validate({"evaluation": {"commonsense": {"data": "hub", "tasks": [task]}}})
+
+    def offline(*_):
+        raise ConnectionError("no answer\nfrom the hub")
+
+    monkeypatch.setattr(commonsense.TaskManager, "__init__", lambda manager: None)
+    monkeypatch.setattr(commonsense.TaskManager, "all_tasks", ["piqa"])
+    monkeypatch.setattr(commonsense.TaskManager, "load", offline)
+    with pytest.raises(
+        UserError, match=r"data: given 'hub'; the sets cannot be read \(no answer from the hub\); witho"
+    ):
+        commonsense.Commonsense(loaded, settings("piqa"))
+    with pytest.raises(
+        UserError, match="evaluation.commonsense.tasks: 'piqua': lm-eval .* has no such task; lm-eval ls"
+    ):
+        commonsense.Commonsense(loaded, settings("piqua"))
+
+
 def test_a_group_is_shown_as_its_tasks(loaded, sets):
     config = validated(loaded.config.model_dump(mode="json"), [f"evaluation.commonsense.data={sets}",
                                                                "evaluation.commonsense.tasks=[piqa]"])  # fmt: skip

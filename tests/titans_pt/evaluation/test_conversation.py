@@ -1,8 +1,10 @@
 """Conversations: what the model has read, message after message, and their state in a file."""
 
+import builtins
 import io
 import json
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -129,6 +131,25 @@ def test_every_line_of_standard_input_is_a_message(chats, tmp_path, monkeypatch,
     assert "in 2 answers" in err and f"state: {tmp_path / 's'}" in err
     assert cli.run(["chat", str(run), "--system", "a", "--state", str(tmp_path / "s")]) == 2
     assert "--system begins a conversation" in capsys.readouterr().err
+
+
+def test_a_terminal_is_asked_until_it_ends(chats, monkeypatch, capsys):
+    run, lines = chats(), iter(["one", " ", "two"])
+    words = ["chat", str(run), "--temperature", "0", "--max-new-tokens", "4"]
+
+    def line(prompt):
+        assert prompt == "> "
+        try:
+            return next(lines)
+        except StopIteration:
+            raise EOFError from None
+
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: True))
+    monkeypatch.setattr(builtins, "input", line)
+    answers = evaluation.chat(run, ["one", "two"], max_new_tokens=4)
+    capsys.readouterr()
+    assert cli.run(words) == 0
+    assert capsys.readouterr().out == "".join(f"{answer}\n" for answer in [*answers, ""])
 
 
 def test_chats_in_a_file_are_answered_side_by_side(chats, tmp_path, capsys):

@@ -98,6 +98,17 @@ def test_only_one_evaluation_keeps_the_others_summary(copying):
     assert "perplexity" not in evaluate("anywhere", SMALL, suite="needle")
 
 
+def test_a_damaged_summary_is_told_and_written_again(copying, capsys):
+    evaluate("anywhere", SMALL, suite="perplexity")
+    path = copying.folder.evaluation / "step-00000007" / "summary.json"
+    path.write_bytes(path.read_bytes()[:-20])
+    found = evaluate("anywhere", SMALL, suite="needle")
+    assert (
+        f"{path}: damaged (" in (told := capsys.readouterr().out) and "it is written again, with the suites of" in told
+    )
+    assert "perplexity" not in found and unseal(path.read_bytes()) == found
+
+
 def test_ranks_cover_all_once_and_the_last_one_sums_up(copying, monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "3")
     folder = copying.folder.evaluation / "step-00000007"

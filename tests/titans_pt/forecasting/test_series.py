@@ -1,11 +1,13 @@
 """Reading a user's CSV file: what is found, what is filled, and one clear line for each mistake."""
 
 from datetime import datetime, timedelta
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from titans_pt.errors import UserError
+from titans_pt.forecasting import datasets
 from titans_pt.forecasting.datasets import season
 from titans_pt.forecasting.series import Series, columns_of, read_csv
 
@@ -207,6 +209,30 @@ def test_columns_that_are_none(write):
     assert columns_of(path) == ["a", "b"] and columns_of(path, ["a"]) == ["a"]
     with pytest.raises(UserError, match="no column 'c'; RUN was trained on a, c, the file has a, b; give its columns"):
         read_csv(path, columns=["a", "c"], trained_by="RUN")
+
+
+def test_what_cannot_be_read_at_all(write):
+    with pytest.raises(UserError, match="own.csv: no column of numbers besides the date; add one, or name it in forec"):
+        read_csv(write("date\n2020-01-01\n2020-01-02\n2020-01-03\n"))
+    path = write("")
+    path.write_bytes(b"date,a\n2020-01-01,\xff\n")
+    with pytest.raises(UserError, match=r"own.csv: not UTF-8 \(byte 18\); save it as UTF-8"):
+        read_csv(path)
+
+
+def test_the_date_is_in_a_column_of_any_name(write):
+    series = read_csv(write("a,when\n1,2020-01-01\n2,2020-01-02\n3,2020-01-03\n"), date_column="when")
+    assert series.columns == ["a"] and str(series.dates[0])[:10] == "2020-01-01"
+
+
+def test_columns_of_a_series_that_is_asked_for_by_name(monkeypatch):
+    values = np.arange(6.0).reshape(3, 2)
+    monkeypatch.setattr(datasets, "_packaged", lambda name: Series(name, ["Demand", "Temperature"], values))
+    assert datasets.load("elecdemand", Path()).columns == ["Demand", "Temperature"]
+    found = datasets.load("elecdemand", Path(), columns=["Temperature", "Demand"])
+    assert found.columns == ["Temperature", "Demand"] and found.values.tolist() == values[:, ::-1].tolist()
+    with pytest.raises(UserError, match="forecast.columns: given 'x'; elecdemand has Demand, Temperature"):
+        datasets.load("elecdemand", Path(), columns=["x"])
 
 
 def test_numbers_as_dates(write):

@@ -37,9 +37,15 @@ def folder(tmp_path) -> Path:
 
 def test_intervals_are_cut_from_the_genome(folder, genome):
     """Intervals are half-open, from 0; strand - gives the other strand; "chr" is optional; lower case is upper case."""
+    (folder / "train" / ".DS_Store").write_bytes(b"of a file manager")
     found = read_set(folder, genome)
     assert found.classes == ("negative", "positive")
     assert found.train.sequences == [b"ACGT", b"GGGG", b"TGGTC"] and found.train.labels.tolist() == [0, 0, 1]
+    by_chromosome = folder / "genome"
+    by_chromosome.mkdir()
+    for record in genome.read_text().split(">")[1:]:
+        (by_chromosome / f"{record.split()[0]}.fa").write_text(f">{record}")
+    assert read_set(folder, by_chromosome).train.sequences == found.train.sequences
 
 
 def test_sequences_as_they_stand(tmp_path):
@@ -127,6 +133,25 @@ def test_what_is_wrong_with_a_folder(folder, genome, tmp_path):
     (tmp_path / "lone").mkdir()
     with pytest.raises(UserError, match="it has no train/ and no train.csv; name a folder with train/ and test/"):
         read_set(tmp_path / "lone", None)
+    (tmp_path / "lone" / "train").mkdir()
+    with pytest.raises(UserError, match="its train/ has no class; name a folder with train/ and test/"):
+        read_set(tmp_path / "lone", None)
+    (folder / "test" / "notes.md").unlink()
+    (folder / "test" / "other.csv.gz").unlink()
+    genome.write_text("no FASTA")
+    with pytest.raises(UserError, match="classify_dna.reference: .*genome.fa:1: no FASTA but text without a header"):
+        read_set(folder, genome)
+
+
+@pytest.mark.parametrize(("text", "message"), [
+    ("ACGT\n", "a.fa:1: no FASTA but text without a header line; begin it with a line"),
+    (">x\n>y\nAC\n", "a.fa:1, record 'x': has no sequence; remove it"),
+])  # fmt: skip
+def test_what_is_wrong_with_a_class_of_fasta(tmp_path, text, message):
+    (tmp_path / "train").mkdir()
+    (tmp_path / "train" / "a.fa").write_text(text)
+    with pytest.raises(UserError, match=message):
+        read_set(tmp_path, None)
 
 
 def test_what_is_wrong_with_sequences(tmp_path):

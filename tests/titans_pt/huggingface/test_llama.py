@@ -198,6 +198,12 @@ def test_a_setting_that_transformers_ignores_is_ignored(tokenizer, tmp_path):
     torch.testing.assert_close(run.model(IDS)[0], model(IDS).logits[..., :258], atol=1e-4, rtol=1e-4)
 
 
+def edited_tokenizer(folder, template):
+    found = of_bytes()
+    found.post_processor = tokenizers.processors.TemplateProcessing(template, special_tokens=[("<s>", 256)])
+    found.save(str(folder / "tokenizer.json"))
+
+
 REFUSED = {
     "gemma": (lambda f: edited(f, model_type="gemma"),
               r"holds a model of type 'gemma'; allowed: titans, llama \(SmolLM2 too\), qwen2, qwen3, mistral"),
@@ -223,6 +229,10 @@ REFUSED = {
     "damaged": (lambda f: (f / "model.safetensors").write_bytes(b"x" * 90), "transformers cannot read it"),
     "other sizes": (lambda f: edited(f, num_hidden_layers=4), "its weights are not those of a llama"),
     "small": (lambda f: edited(f, vocab_size=200), "has 258 entries, and .* embeddings of 200"),
+    "no kind": (lambda f: edited(f, model_type=None), "config.json: has no settings with the model_type .titans.; "),
+    "no settings": (lambda f: edited(f, model_type="titans"), "config.json: has no settings with the model_t"),
+    "two bos": (lambda f: edited_tokenizer(f, "<s> <s> $A"), "its tokenizer puts 2 tokens around a text; allowed: a"),
+    "tokenizer's settings": (lambda f: (f / "tokenizer_config.json").write_text("["), "transformers cannot read it"),
     "no json": (lambda f: (f / "config.json").write_text("["), "config.json: not JSON with fields"),
     "nothing": (lambda f: (f / "config.json").unlink(),
                 "holds no config.json; name a folder that titans export wrote, or one of a model of type llama"),
@@ -250,6 +260,8 @@ def test_more_that_is_refused(tokenizer, tmp_path, monkeypatch):
         huggingface.import_run(tmp_path / "biased", tmp_path / "run")
     with pytest.raises(UserError, match="settings of model are not those of the weights: .* parameters differ"):
         huggingface.import_run(tmp_path / "hf", tmp_path / "run", ["model.n_layers=2"])
+    with pytest.raises(UserError, match="none.gguf: no such file; name a GGUF file, or a folder with config.json"):
+        huggingface.import_run(tmp_path / "none.gguf", tmp_path / "run")
     (tmp_path / "gguf").mkdir()
     for name in ("a.gguf", "b.gguf"):
         (tmp_path / "gguf" / name).touch()

@@ -7,7 +7,7 @@ from tests.conftest import TINY, merged
 from tests.helpers.mixers import form, own_settings, small_model
 from titans_pt.config import Config
 from titans_pt.errors import UserError
-from titans_pt.layers.state import join_rows, take_rows, tensors
+from titans_pt.layers.state import declared_states, join_rows, take_rows, tensors
 from titans_pt.models import build_model
 from titans_pt.models.mixers import MIXERS
 from titans_pt.token_plans import put_on
@@ -119,6 +119,23 @@ def test_what_is_not_joined():
     ):
         with pytest.raises(UserError, match=words):
             join_rows(others)
+
+
+def test_a_state_says_both_how_rows_are_taken_and_joined():
+    class Half:
+        def take_rows(self, index):
+            return self
+
+    with pytest.raises(TypeError, match="Half: has a method take_rows, but no static method join_rows"):
+        join_rows([Half()])
+
+
+def test_a_forward_may_declare_its_state_for_type_checkers_alone():
+    def named(x, state: "dict | None" = None): ...
+
+    def unknown(x, state: "Nowhere" = None): ...  # noqa: F821
+
+    assert declared_states(named) == (dict,) and declared_states(unknown) == (object,)
 
 
 def test_gradients_flow_through_joined_rows():

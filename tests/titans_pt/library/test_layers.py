@@ -98,6 +98,18 @@ def test_a_layer_of_the_meta_device_begins_as_any_other(name):
     layer(x)[0].sum().backward()
 
 
+def test_buffers_of_a_layer_of_ones_own_start_again_too():
+    class Counting(NeuralMemory):
+        def __init__(self, *given, **settings):
+            super().__init__(*given, **settings)
+            self.register_buffer("seen", torch.zeros(2))
+
+    layer = Counting(16, n_heads=2)
+    layer.seen += 7
+    layer.reset_parameters()
+    assert layer.seen.tolist() == [0, 0]
+
+
 def test_a_layer_follows_the_training():
     x = torch.randn(1, 6, 16)
     torch.manual_seed(0)
@@ -151,6 +163,7 @@ def test_a_plain_loop_trains_it(kind, autocast):
 @pytest.mark.parametrize(
     "make, message",
     [
+        (lambda: NeuralMemory(16, rule=3), "rule: given 3; allowed: a text"),
         (lambda: LMM(16, chunksize=4), "LMM: unknown keyword 'chunksize' (given 4); nearest allowed keyword: chunk"),
         (lambda: MAC(16, memory=None, chunk_size=4), "MAC: memory: given None, and a setting of it as chunk_size=4"),
         (lambda: MAC(16, chunk_size=4, n_heads=2, memory=5), "MAC: memory: given 5, and a setting of it as chunk"),

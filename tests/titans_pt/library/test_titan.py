@@ -42,6 +42,11 @@ def test_a_run_a_checkpoint_and_an_exported_folder_are_one_model(run, model, tmp
         assert torch.equal(other(ids)[0], expected)
         state = other.load_state(tmp_path / "state.safetensors")
         assert other.generate(" and", 8, temperature=0, state=state) == asked
+    (exported / "SHA256SUMS").unlink()  # as after save_pretrained of transformers
+    other = Titan.from_pretrained(exported)
+    assert torch.equal(other(ids)[0], expected)
+    with pytest.raises(UserError, match="state.safetensors: "):
+        other.load_state(tmp_path / "state.safetensors")
 
 
 def test_a_checkpoint_by_a_relative_path_or_a_link(run, model, tmp_path, monkeypatch):

@@ -234,6 +234,13 @@ def test_steps_that_ranks_cannot_share_are_refused(exchange):
         getattr(exchanges, exchange)(torch.zeros(4, 6, 2))
 
 
+def test_a_mixer_that_does_not_say_how_it_is_cut_is_refused(monkeypatch):
+    settings = config(["lmm"])
+    monkeypatch.setattr(type(build(settings).blocks[0].mixer), "sharding", None)  # noqa: F821
+    with pytest.raises(UserError, match="parallel.tensor: the mixer 'lmm' does not say how .*; set parallel.tensor=1"):
+        TensorParallel(build(settings), RankGroup(0, 2), False)  # noqa: F821
+
+
 def test_nothing_of_a_head_is_left_whole():
     """The parts that stay whole on every rank are known by name; all others have half their size."""
     for mixers in MODELS.values():

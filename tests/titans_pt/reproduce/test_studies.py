@@ -11,6 +11,7 @@ import yaml
 
 import titans_pt
 from tests.titans_pt.reproduce.records import record
+from titans_pt import cli
 from titans_pt.benchmarks.training import Case, Measurement, case_config
 from titans_pt.commands.reproduce import reproduce as command
 from titans_pt.config.files import validated
@@ -70,6 +71,19 @@ def test_what_is_submitted_is_there(tmp_path, monkeypatch):
     assert (options, target, size) == (["--array", "0-2", "--partition", "a b"], "table1", "tiny")
     assert Path(script).name == "slurm_reproduce.sh" and "titans_pt reproduce" in Path(script).read_text()
     assert Path(script).parents[1] == Path(titans_pt.__file__).parent
+
+
+def test_what_cannot_be_submitted_is_told(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    asked = ["reproduce", "recall", "--size", "tiny", "--out", str(tmp_path / "out"), "--submit", "2"]
+    assert cli.run(asked) == 2
+    assert "--submit: there is no sbatch here; run it where SLURM is, or leave --submit away" in capsys.readouterr().err
+    (tmp_path / "sbatch").write_text("#!/bin/sh\nexit 3\n")
+    (tmp_path / "sbatch").chmod(0o755)
+    assert cli.run([*asked, "--seeds", "0,1", "--sbatch", "--partition 'a b'"]) == 2
+    told = capsys.readouterr().err
+    assert "--submit: sbatch --array 0-1 --partition 'a b' " in told and " ended with 3; its message is above" in told
+    assert f" recall --size tiny --out {tmp_path}/out --seeds 0,1 ended" in told
 
 
 @pytest.mark.parametrize("target", ["figure8", "figure9"])

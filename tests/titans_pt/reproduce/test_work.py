@@ -190,6 +190,13 @@ def test_a_study_is_done_once(prepared, tmp_path, ranks, monkeypatch, capsys):
     assert titans(words(prepared, out, 20)) == 2
     assert "of a run with train.max_steps=1, asked for is 2; choose another folder" in capsys.readouterr().err
     texts = {path: path.read_text() for path in (out / "records").iterdir()}
+    measured = {name: found for name, found in record["measured"].items() if name != "long"}
+    Records(out / "records").write(WHOLE, record | {"measured": measured})
+    (out / "runs" / WHOLE / "checkpoints").rename(out / "elsewhere")
+    assert titans(words(prepared, out, 10)) == 2
+    said = f"{WHOLE}.json: trained elsewhere, and {out}/runs/{WHOLE} has no weights to measure long of; copy the run's"
+    assert said in capsys.readouterr().err
+    (out / "elsewhere").rename(out / "runs" / WHOLE / "checkpoints")
     for path in texts:
         path.unlink()
     assert titans(words(prepared, out, 20)) == 2

@@ -66,6 +66,25 @@ def test_hashes_that_earlier_versions_wrote_do_not_matter(tmp_path):
     assert checkpoints.read_state(file.parent) == STATE
 
 
+def test_the_state_of_version_0_1_0(tmp_path):
+    path = save(tmp_path)
+    tree = json.loads((path / "trainer.json").read_text())
+    del tree["identity"]
+    (path / "trainer.json").write_text(json.dumps(tree | {"tokenizer_sha256": "t", "data_fingerprint": "d"}))
+    assert checkpoints.read_state(path) == STATE
+
+
+def test_what_a_killed_process_set_aside_is_in_nobodys_way(tmp_path):
+    aside = tmp_path / ".step-00000005.old"
+    for action in (save, lambda folder: checkpoints.delete([folder / "step-00000005"])):
+        save(tmp_path)
+        aside.mkdir(exist_ok=True)
+        (aside / "model.safetensors").touch()
+        action(tmp_path)
+        assert not aside.exists()
+    assert not names(tmp_path)
+
+
 def test_steps_are_listed_in_order_and_found(tmp_path):
     for step in (100_000_000, 5, 20):
         save(tmp_path, step)

@@ -1,6 +1,7 @@
 """titans convert: step 0 is the windowed source, bit for bit; what it refuses."""
 
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -269,3 +270,21 @@ def test_the_command(source, prepared, tmp_path, capsys):
     other = untrained_run(tmp_path / "lmm", prepared, mixers=["lmm"])
     with pytest.raises(UserError, match="model.mixers has 'lmm'; only layers of attention and swa can be converted"):
         convert_run(other, tmp_path / "b", "titans", W)
+    windowed = untrained_run(tmp_path / "swa", prepared, mixers=["swa"])
+    with pytest.raises(UserError, match="swa: its attention sees 8 tokens, .*; give data.seq_len=8 or less"):
+        convert_run(windowed, tmp_path / "b", "titans", W)
+    convert_run(windowed, tmp_path / "d", "titans", W, overrides=["data.seq_len=8"])
+    with pytest.raises(
+        UserError, match=r"model.mlp_periods: given \[4\]; a conversion has none: it begins as its sourc"
+    ):
+        convert_run(source, tmp_path / "b", "titans", W, overrides=["model.mlp_periods=[4]"])
+    assert not (tmp_path / "b").exists()
+
+
+def test_text_of_another_tokenizer_centres_nothing(source, tmp_path, monkeypatch, capsys):
+    opened = TokenFiles.open(load_run(source).config)
+    other = SimpleNamespace(tokenizer=SimpleNamespace(sha256="of another"), samples=opened.samples)
+    monkeypatch.setattr(TokenFiles, "open", lambda config: other)
+    convert_run(source, tmp_path / "run", "titans", W, S)
+    assert "random tokens, which say less than text (data.dir=" in (told := capsys.readouterr().err)
+    assert "encoded with another tokenizer" in told

@@ -20,6 +20,7 @@ from tests.helpers.untrained import untrained_run
 from titans_pt import cli
 from titans_pt.config import ModelConfig
 from titans_pt.errors import UserError
+from titans_pt.kernels.memory import MemoryState
 from titans_pt.layers.state import compact, fork, map_tensors, state_bytes, take_rows
 from titans_pt.models import build_model
 from titans_pt.models.mixers import MIXERS
@@ -209,6 +210,16 @@ def test_files_that_hold_something_else(tmp_path, structure, message):
     save_file({"x": torch.zeros(1)}, path, {"format": READABLE[0], "structure": json.dumps(structure), "about": "{}"})
     with pytest.raises(UserError, match=message):
         load_state(path)
+
+
+def test_classes_of_earlier_versions_are_found(tmp_path):
+    """The package kernels has become titans_pt.kernels."""
+    path = tmp_path / "state"
+    tensors = {"weights": {"list": [{"tensor": "x"}]}, "momentum": {"list": []}, "chunk_weights": {"list": []},
+               "offset": {"tensor": "x"}}  # fmt: skip
+    structure = {"class": "kernels.memory.state:MemoryState", "fields": tensors}
+    save_file({"x": torch.ones(1)}, path, {"format": READABLE[0], "structure": json.dumps(structure), "about": "{}"})
+    assert isinstance(load_state(path), MemoryState)
 
 
 def test_a_file_that_cannot_be_opened_is_no_missing_file(tmp_path):

@@ -44,6 +44,17 @@ def test_verify(run, capsys):
     assert "1 of 4 checkpoints are damaged" in err
 
 
+def test_verify_names_what_cannot_be_read(run, monkeypatch, capsys):
+    def verify(path):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path / "manifest.json"))
+
+    monkeypatch.setattr(checkpoints, "verify", verify)
+    assert cli.run(["checkpoint", "verify", str(run)]) == 2
+    out, err = capsys.readouterr()
+    assert f"Permission denied: '{run}/checkpoints/step-00000002/manifest.json'" in out
+    assert "4 of 4 checkpoints are damaged" in err
+
+
 def test_what_the_training_deletes_meanwhile_is_not_damaged(run, monkeypatch, capsys):
     read, found = checkpoints.verify, checkpoints.list_checkpoints
 

@@ -322,6 +322,31 @@ def test_an_artifact_that_fails_is_one_warning(offline, tmp_path, caplog):
     assert len([r for r in caplog.records if "W&B is off" in r.getMessage()]) == 1
 
 
+@pytest.mark.parametrize("fails", ["log", "finish"])
+def test_a_service_that_breaks_down_is_one_warning(monkeypatch, tmp_path, caplog, fails):
+    class Run:
+        step = 0
+
+        def define_metric(self, *_, **__): ...
+
+        def log(self, *_, **__):
+            if fails == "log":
+                raise BrokenPipeError("wandb's process\nis gone")
+
+        def finish(self, exit_code):
+            if fails == "finish":
+                raise BrokenPipeError("wandb's process\nis gone")
+
+    monkeypatch.setattr(wandb, "init", lambda **_: Run())
+    log = WandbLog(Config.model_validate({"wandb": {"mode": "offline"}}), RunFolder(tmp_path), None)
+    for step in (1, 2):
+        log.write(step, {"loss": 1.0})
+    log.close()
+    assert caplog.messages == [
+        "W&B is off for the rest of this run (wandb.mode=disabled avoids this): wandb's process is gone"
+    ]
+
+
 @pytest.mark.parametrize("given", [{}, {"WANDB_FINISH_TIMEOUT": "5"}])
 def test_a_network_that_dies_does_not_keep_a_run_from_ending(monkeypatch, tmp_path, caplog, given):
     """All ranks wait for rank 0, and W&B tries for hours."""

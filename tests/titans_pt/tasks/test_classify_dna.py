@@ -20,8 +20,9 @@ from titans_pt.genomics.sets import source_files, state_of
 from titans_pt.runs import checkpoints
 from titans_pt.runs.loaded import load_run
 from titans_pt.tasks import task_of
-from titans_pt.tasks.classify_dna import LabelledSamples, SequenceClassifier
+from titans_pt.tasks.classify_dna import CLASSES, LabelledSamples, SequenceClassifier
 from titans_pt.tools.sealed import seal, unseal
+from titans_pt.training import loop
 from titans_pt.training.metrics import read_metrics
 from titans_pt.training.plan import make_plan
 
@@ -183,6 +184,37 @@ def test_settings_and_data_that_do_not_go_together(dna, tmp_path):
     cropped = task_of(load_config(dna, ["classify_dna.crop=8", "data.seq_len=8", "train.batch_tokens=64"]))
     cropped.prepare(force=True)
     assert max(map(len, cropped.open().train.split.sequences)) == 8
+
+
+def test_a_damaged_manifest_of_a_set_is_one_line(dna, tmp_path):
+    manifest = tmp_path / "data" / "set.json"
+    whole = unseal(manifest.read_bytes())
+    for text, message in (("{", r"damaged \("), (json.dumps(seal(whole | {"format": 0})), "of format 0, this")):
+        manifest.write_text(text)
+        for read in (task_of(load_config(dna)).prepare, task_of(load_config(dna)).open):
+            with pytest.raises(UserError, match=f"{manifest}: {message}.*titans prepare CONFIG --force"):
+                read()
+    task_of(load_config(dna)).prepare(force=True)
+    task_of(load_config(dna)).open()
+
+
+def test_other_letters_are_told(dna, tmp_path, capsys):
+    table = tmp_path / "set" / "train.csv"
+    table.write_text(table.read_text() + "ACGTRRY,a\n")
+    task_of(load_config(dna)).prepare(force=True)
+    assert "letters other than A, C, G, T, N, all read as N: 2 R, 1 Y" in capsys.readouterr().err
+
+
+def test_a_run_keeps_its_split_and_its_classes(dna, tmp_path, one_group):
+    words, run = [f"run.dir={tmp_path / 'run'}", "train.warmup_steps=0"], tmp_path / "run"
+    assert loop.train(load_config(dna, [*words, "train.max_steps=1"])) == 0
+    with pytest.raises(UserError, match="data.validation_fraction: given 0.3, for .* was trained with .*; put it back"):
+        loop.train(load_config(dna, [*words, "train.max_steps=2", "data.validation_fraction=0.3"]))
+    (run / CLASSES).write_text("3")
+    with pytest.raises(UserError, match=f"{run / CLASSES}: missing or damaged .*; the same titans train command write"):
+        load_run(run)
+    assert loop.train(load_config(dna, [*words, "train.max_steps=1"])) == 0
+    assert load_run(run).task.classes == ("a", "b", "c")
 
 
 def test_a_set_is_compared_by_its_content(dna, tmp_path, capsys):

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.helpers.processes import curve, run_jobs
+from tests.helpers.untrained import untrained_run
 from titans_pt import cli
 from titans_pt.config.files import load_config
 from titans_pt.errors import UserError
@@ -17,7 +18,7 @@ from titans_pt.forecasting.protocol import Windows, errors
 from titans_pt.kernels.memory import chunked
 from titans_pt.runs import checkpoints
 from titans_pt.tasks import task_of
-from titans_pt.tasks.forecast import WindowSamples, forecast_with
+from titans_pt.tasks.forecast import ABOUT, WindowSamples, forecast_with
 from titans_pt.training import loop
 from titans_pt.training.plan import _Saved, make_plan
 
@@ -163,6 +164,37 @@ def test_other_numbers_are_no_test_of_a_run(run, series, tmp_path, capsys):
     own.write_text(series.read_text().replace(",1", ",2", 1))
     assert cli.run(["evaluate", str(tmp_path / "run")]) == 2
     assert f"forecast.series: {own} holds other numbers than {tmp_path}/run was trained on" in capsys.readouterr().err
+    with pytest.raises(UserError, match=f"{own} holds other numbers than .*step-00000008 was trained on; "):
+        loop.train(settings(own, tmp_path / "run", "train.max_steps=9"))
+    own.write_text(series.read_text().replace("date,a,b", "date,b,a"))
+    assert cli.run(["evaluate", str(tmp_path / "run")]) == 2
+    assert f"forecast.series: {own} has other columns than {tmp_path}/run was trained on" in capsys.readouterr().err
+    own.write_text(series.read_text())
+    (tmp_path / "run" / ABOUT).write_text("[]")
+    assert cli.run(["evaluate", str(tmp_path / "run")]) == 2
+    told = capsys.readouterr().err
+    assert f"{tmp_path / 'run' / ABOUT}: missing or damaged (" in told and "the same titans train command wri" in told
+    assert loop.train(settings(own, tmp_path / "run")) == 0
+    assert cli.run(["evaluate", str(tmp_path / "run")]) == 0
+
+
+def test_a_run_of_another_task_forecasts_nothing(tmp_path, prepared, capsys):
+    path = untrained_run(tmp_path / "run", prepared)
+    assert cli.run(["forecast", str(path)]) == 2
+    assert f"{path}: trained for the task 'language'; name the folder of a run with task=fo" in capsys.readouterr().err
+
+
+def test_the_channels_of_a_series_that_is_not_there_yet(tmp_path):
+    """A plan needs no data: one channel is counted."""
+    assert task_of(settings(tmp_path / "later.csv", tmp_path)).channels == 1
+
+
+def test_notes_on_a_series_are_printed(series, tmp_path, capsys):
+    own = tmp_path / "own.csv"
+    lines = series.read_text().splitlines(keepends=True)
+    own.write_text("".join(lines[:100] + lines[101:]))
+    task_of(settings(own, tmp_path, "forecast.gaps=fill")).open()
+    assert "series own: 1 absent rows in 1 gaps" in capsys.readouterr().out
 
 
 @pytest.mark.slow  # four processes

@@ -1,6 +1,7 @@
 """Supervised fine-tuning: rows of whole documents, of which the answers alone are trained."""
 
 import json
+import re
 
 import numpy as np
 import pyarrow
@@ -142,6 +143,14 @@ def test_a_changed_list_of_documents_is_refused(configured, tmp_path):
     parquet.write_table(table.set_column(6, "answers", table["answers"].take([1, 0, *range(2, len(table))])), path)
     with pytest.raises(UserError, match="train.documents.parquet: .*; copy it again, or make the token files again"):
         task.open()
+
+
+@pytest.mark.parametrize(("key", "message"), [
+    ("answers", "data.dir: .* marks other answers than .* was trained on .data.sources."),
+    ("data", "data.dir: .* holds other token files than .* was trained on"),
+])  # fmt: skip
+def test_what_differs_from_the_training_is_named(configured, tmp_path, key, message):
+    assert re.match(message, task_of(configured()).differs(key, tmp_path, "a" * 64, "b" * 64))
 
 
 def test_sources_by_weight(configured, tmp_path):

@@ -16,7 +16,9 @@ from titans_pt.evaluation.runner import evaluate
 from titans_pt.models.mixers import MIXERS
 from titans_pt.parallel import RankGroup
 from titans_pt.runs import checkpoints
+from titans_pt.runs.loaded import load_run
 from titans_pt.tasks import TASKS
+from titans_pt.tasks.answers import EVALUATION_SEED
 from titans_pt.tasks.groups import group
 from titans_pt.tasks.state_tracking import NOTHING, stages
 from titans_pt.training import loop
@@ -156,6 +158,13 @@ def test_impossible_problems_are_refused(words, message):
         load_config(CONFIG, [f"state_tracking.{word}" for word in words])
 
 
+@pytest.mark.parametrize("problem", ["arithmetic", "brackets"])
+def test_a_guesser_of_values_says_the_commonest_one(problem):
+    states = task(f"state_tracking.problem={problem}").asked(64)
+    last = [states.sample(1, n)[1][-1] for n in range(1000)]
+    assert states.chance == pytest.approx(np.bincount(last).max() / 1000, abs=0.06)
+
+
 @pytest.mark.parametrize("name", ["deltanet", "gated_deltanet"])
 def test_beta_reaches_two(name):
     """Compare with the delta rule token by token in float64, with beta twice the sigmoid."""
@@ -192,31 +201,46 @@ def test_it_trains_resumes_and_ranks_change_nothing(tmp_path):
     for a, b in zip(*(curve(tmp_path / name, "loss", "grad_norm") for name in ("whole", "both")), strict=True):
         assert b == pytest.approx(a, rel=1e-4)
 
-    folder = tmp_path / "whole"
+
+def test_it_is_evaluated_in_pieces_and_continues_where_it_was_stopped(tmp_path, monkeypatch, caplog):
+    import titans_pt.evaluation.state_tracking as suite
+
+    folder = tmp_path / "run"
+    words = [*SMALL, f"run.dir={folder}", "train.max_steps=1", "train.warmup_steps=0"]
+    assert loop.train(load_config(CONFIG, words)) == 0
     found = evaluate(folder, suite="state_tracking")["state_tracking"]
     assert [row["length"] for row in found["by_length"]] == [16, 64] and found["by_length"][0]["n"] == 8
     assert sum(row["n"] for row in found["by_position"]) == 8 * 64
-    jobs = next(folder.glob("evaluation/step-*/state_tracking.jsonl"))
-    (record,) = [json.loads(line) for line in jobs.read_text().splitlines()]
-    # In pieces, interrupted in between: the same record.
-    other = tmp_path / "other"
-    words = ["evaluation.prefill_tokens=7", "evaluation.save_every=20"]
-    import titans_pt.evaluation.state_tracking as suite
 
-    count, original = itertools.count(), suite.save_state
+    def read(out):
+        (record,) = [json.loads(line) for line in next(out.rglob("state_tracking.jsonl")).read_text().splitlines()]
+        return record
+
+    record, count, original = read(folder / "evaluation"), itertools.count(), suite.save_state
+    run = load_run(folder)
+    ids, targets = map(np.stack, zip(*(run.task.asked(64).sample(EVALUATION_SEED, n) for n in range(8)), strict=True))
+    right = run.model(torch.from_numpy(ids).long())[0].argmax(-1).numpy() == targets
+    assert [row["last"] for row in record["lengths"]] == [right[:, 15].sum(), right[:, 63].sum()]
 
     def stops(*given):
         original(*given)
         if next(count) == 1:
             raise KeyboardInterrupt
 
-    suite.save_state = stops
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            evaluate(folder, words, suite="state_tracking", out=other)
-        assert list(other.rglob("reading-*"))
+    other = tmp_path / "other"
+
+    def again():
+        words = ["evaluation.prefill_tokens=7", "evaluation.save_every=20"]
         evaluate(folder, words, suite="state_tracking", out=other)
-    finally:
-        suite.save_state = original
-    (again,) = [json.loads(line) for line in next(other.rglob("state_tracking.jsonl")).read_text().splitlines()]
-    assert again == record and not list(other.rglob("reading-*"))
+
+    monkeypatch.setattr(suite, "save_state", stops)
+    with pytest.raises(KeyboardInterrupt):
+        again()
+    (kept,) = other.rglob("reading-*")
+    content = kept.read_bytes()
+    again()
+    assert read(other) == record and not list(other.rglob("reading-*")) and "read again" not in caplog.text
+    next(other.rglob("state_tracking.jsonl")).unlink()
+    kept.write_bytes(content[:-1])
+    again()
+    assert read(other) == record and "; everything is read again from the first token" in caplog.text

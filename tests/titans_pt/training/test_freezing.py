@@ -8,8 +8,11 @@ import torch
 from tests.helpers.processes import run_jobs
 from tests.helpers.untrained import untrained_run
 from titans_pt import cli
+from titans_pt.config import ModelConfig
 from titans_pt.config.files import load_config
 from titans_pt.errors import UserError
+from titans_pt.models.mixers import MIXERS
+from titans_pt.models.mixers.lmm import LMM
 from titans_pt.runs import checkpoints
 from titans_pt.runs.checkpoints import Tensors
 from titans_pt.runs.tools import merge_run
@@ -204,3 +207,19 @@ def test_another_choice_does_not_continue(tiny):
     with pytest.raises(UserError, match=r"train.trainable: given \[\], but .* was trained with \['\*.memory.\*'"):
         loop.train(load_config(config))
     assert loop.train(load_config(config, [f"train.trainable={json.dumps(PATTERNS[::-1])}"])) == 0
+
+
+class Idle(LMM):
+    name = "idle"
+
+    def __init__(self, config: ModelConfig):
+        super().__init__(config)
+        self.unused = torch.nn.Parameter(torch.zeros(3))
+
+
+@pytest.mark.usefixtures("one_group")
+def test_parameters_that_change_nothing_alone(tiny, monkeypatch):
+    monkeypatch.setitem(MIXERS._found, "idle", Idle)
+    config = load_config(tiny(model={"mixers": ["idle"]}), ["train.trainable=['*.unused']"])
+    with pytest.raises(UserError, match=r"train.trainable: given .*unused.*; the loss depends on none of these param"):
+        loop.train(config)

@@ -218,6 +218,13 @@ def test_an_export_without_its_weights(start, tmp_path):
     (folder / "config.json").write_text(json.dumps({"settings": {}, "checkpoint_hash": "0" * 64}))
     with pytest.raises(UserError, match="it holds no model.safetensors"):
         start(given=folder)
+    (folder / "model.safetensors").write_bytes(b"cut")
+    with pytest.raises(UserError, match=r"its model.safetensors is damaged \(.*\); copy or export it again"):
+        start(given=folder)
+    for text in ("{", "{}", '{"weight_map": []}', '{"weight_map": {"a": 3}}', "[" * 100_000):
+        (folder / "model.safetensors.index.json").write_text(text)
+        with pytest.raises(UserError, match=r"its model.safetensors.index.json is damaged \(.*\); copy or export it"):
+            start(given=folder)
 
 
 def test_a_pattern_without_weights_to_begin_with(tiny):
