@@ -14,10 +14,12 @@ from titans_pt.layers.state import map_tensors
 WIDTH, HEADS = 12, 3
 
 
-def make(chunk=6, shard=12, locals_=(4, 3), projection=True, **memory):
+def make(chunk=6, shard=12, locals_=(4, 3), projection=True, rule="titans", **memory):
     torch.manual_seed(0)
+    own = load_config("quickstart", [f"model.memory.rule={rule}"]).model.memory.section(rule)
     hierarchy = HierarchyConfig(chunk=chunk, shard=shard, locals=list(locals_), projection=projection)
-    config = MemoryConfig(expansion=2, hierarchy=hierarchy, alpha_init=0.05, step_bound=0.1, **memory)
+    config = MemoryConfig(expansion=2, hierarchy=hierarchy, alpha_init=0.05, step_bound=0.1, rule=rule,
+                          **{rule: own}, **memory)  # fmt: skip
     layer = HierarchicalMemory(WIDTH, HEADS, 4, config, 1e-5).double()
     with torch.no_grad():
         for parameter in layer.parameters():
@@ -32,9 +34,11 @@ def oracle(layer, x, start=None):
     def read(n, q, k, v, x, stale):
         memory = layer.memories[n]
         weights, norm = memory.network()
+        theta, eta, alpha, *own = memory.gates(x, v)
         return neural_memory(
-            q, k, v, *memory.gates(x, v), weights if start is None else start[n], network=memory.shape, norm=norm,
+            q, k, v, theta, eta, alpha, weights if start is None else start[n], network=memory.shape, norm=norm,
             chunk_size=memory.config.chunk_size, forget_to=layer.config.forget_to, backend="naive", stale=stale,
+            rule=memory.gates.rule, own=tuple(own),
         )[0]  # fmt: skip
 
     y = read(0, q, k, v, x, True)
@@ -59,8 +63,7 @@ def oracle(layer, x, start=None):
 @pytest.mark.parametrize("locals_", [(), (4,)])
 def test_every_token_of_a_prefix_is_written_to_every_memory(rule, locals_):
     """This holds also for rules that write at chunk ends, with a prefix shorter than the global memory's chunk."""
-    own = load_config("quickstart", [f"model.memory.rule={rule}"]).model.memory.section(rule)
-    layer = make(chunk=32, shard=32, locals_=locals_, **{"rule": rule, rule: own})
+    layer = make(chunk=32, shard=32, locals_=locals_, rule=rule)
     prefix = torch.randn(1, 6, WIDTH, dtype=torch.float64, requires_grad=True)
     for weights in layer.start_after(prefix)[1]:
         (gradient,) = torch.autograd.grad(sum(w.square().sum() for w in weights), prefix, retain_graph=True)
@@ -71,6 +74,7 @@ def test_every_token_of_a_prefix_is_written_to_every_memory(rule, locals_):
 @pytest.mark.parametrize("options", [
     {}, {"projection": False}, {"locals_": ()}, {"locals_": (12,), "chunk": 12}, {"forget_to": "start"},
     {"momentum": False, "forgetting": False}, {"gates": "hard", "per_layer_gates": True},
+    {"rule": "moneta"}, {"rule": "lact"}, {"rule": "omega"},
 ])  # fmt: skip
 @pytest.mark.parametrize("length", [5, 12, 36, 41])
 def test_equals_the_oracle(options, length):
@@ -88,9 +92,10 @@ def test_equals_the_oracle(options, length):
 
 
 @pytest.mark.parametrize("cuts", [[1], [11], [12], [13, 24], [5, 6, 7, 30], list(range(1, 40))])
+@pytest.mark.parametrize("rule", ["titans", "moneta"])
 @pytest.mark.parametrize("prefix", [False, True])
-def test_cuts_are_invisible(cuts, prefix):
-    layer, start = make(forget_to="start"), None
+def test_cuts_are_invisible(cuts, prefix, rule):
+    layer, start = make(forget_to="start", rule=rule), None
     x = torch.randn(2, 40, WIDTH, dtype=torch.float64)
     with torch.no_grad():
         if prefix:
