@@ -86,6 +86,7 @@ def test_every_answer_of_an_evaluation_counts_once():
     assert found["n"] == 512 * 8
     assert [row["pairs"] for row in found["by_pairs"]] == [2, 4, 8, 16]
     assert [row["distance"] for row in found["by_distance"]] == [8, 40]
+    assert "values known, keys not: 34.0 %" in suite.table(found)
 
 
 @pytest.mark.parametrize("seed", [VALIDATION_SEED, EVALUATION_SEED])
