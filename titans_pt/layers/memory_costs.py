@@ -35,7 +35,7 @@ def inner_flops(shape: NetworkShape, config: MemoryConfig) -> Flops:
     for n, weights in enumerate(product_flops(shape)):
         pull = n > 0  # the error goes down through every layer but the first
         within = 2 * block * keys * sum(shape.layers[n])
-        products = keys * (1 + pull) + 2 * keys + 2 + start
+        products = keys * (3 + pull) + 2 + start
         once = products * weights + within + _erasing_flops(rule, shape.layers[n], block, reads=True)
         forward += once
         backward += 2 * once + inner * weights / block
@@ -65,7 +65,7 @@ def stale_flops(shape: NetworkShape, config: MemoryConfig) -> Flops:
     """
     rule, products = Rule.of(config), product_flops(shape)
     keys = _keys_of_window(rule, config.chunk_size)
-    once = (keys + 2 * keys + 1) * sum(products) + keys * sum(products[1:])
+    once = (3 * keys + 1) * sum(products) + keys * sum(products[1:])
     once += sum(rule.closing_flops(*layer) for layer in shape.layers) / config.chunk_size
     block = min(config.chunk_size, MAX_BLOCK)
     once += sum(_erasing_flops(rule, layer, block, reads=False) for layer in shape.layers)
