@@ -64,7 +64,7 @@ def ttt_memory(
     dtype = state_dtype(q)
     with no_autocast(q):
         learned = [p for layer in zip(weights, biases, strict=True) for p in layer]
-        begin = tuple(p.to(dtype).expand(q.shape[0], *p.shape) for p in learned)
+        begin = tuple(p.to(dtype).expand(q.shape[0], *p.shape).contiguous() for p in learned)
         queries, keys, values, rate, tau = (x.to(dtype) for x in (q, k, v, rate, tau))
         norm = tuple(p.to(dtype) for p in norm)
         state = TTTState.initial(begin) if initial_state is None else initial_state.to(begin[0])
@@ -75,7 +75,7 @@ def ttt_memory(
             if backend == "auto" and torch.compiler.is_compiling():
                 refuse_export("a TTT memory")
                 # Not at the top: it imports torch's compiler, which takes seconds.
-                from titans_pt.kernels.ttt_memory.uncompiled import call
+                from titans_pt.kernels.ttt_memory.uncompiled import looped_ttt_memory as call
             out, state = call(queries, keys, values, rate, tau, begin, norm, state, reset, save_every)
     return out.to(q.dtype), state if output_final_state else None
 

@@ -11,6 +11,7 @@ The parameters at every ``save_every``-th mini-batch are saved; the backward pas
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -34,18 +35,20 @@ def dual_ttt_memory(
     state: TTTState,
     reset: Tensor | None,
     save_every: int | None = None,
+    *,
+    step: Callable[..., tuple[Tensor, Parameters, Parameters]] | None = None,
 ) -> tuple[Tensor, TTTState]:
     """Arguments and results as in :func:`titans_pt.kernels.ttt_memory.naive.naive_ttt_memory`.
 
     save_every: mini-batches between two parameter sets saved for the backward pass. None: the square root of the number
-    of mini-batches, which needs least memory.
+    of mini-batches, which needs least memory. step: a compiled :func:`mini_batch`.
     """
-    device = q.device
+    step, device = step or mini_batch, q.device
     layout = _Layout(cut(state.offset, reset, q.shape[1], len(tau), len(tau)), state.offset.cpu(), len(tau))
     queries, keys, values = (layout.fold(x).unbind() for x in (q, k, v))
     rate = layout.fold(rate.unsqueeze(-1)) * layout.valid.to(device).transpose(0, 1)[:, :, None, :, None]
     rates = rate.unbind()
-    steps = tau[layout.place.to(device)].transpose(0, 1)[:, :, None, :, None].unbind()
+    steps = tau[layout.place.to(device).transpose(0, 1).contiguous()][:, :, None, :, None].unbind()
     documents, complete = (
         [f if isinstance(f, bool) else f.to(device) for f in flags] for flags in (layout.documents, layout.complete)
     )
@@ -57,14 +60,10 @@ def dual_ttt_memory(
         for n in range(first, last):
             if documents[n] is not False:
                 start, sums = choose(documents[n], begin, start), choose(documents[n], zero, sums)
-            fresh = layout.fresh[n]
-            out, written = _mini_batch(
-                queries[n], keys[n], values[n], rates[n], steps[n], start, None if fresh else sums, norm
-            )
+            before, end = None if layout.fresh[n] else sums, None if complete[n] is False else tau[-1:]
+            out, sums, stepped = step(queries[n], keys[n], values[n], rates[n], steps[n], start, before, norm, end)
             outputs.append(out)
-            sums = written if fresh else tuple(a + b for a, b in zip(sums, written, strict=True))
             if complete[n] is not False:
-                stepped = tuple(p - tau[-1] * s for p, s in zip(start, sums, strict=True))
                 start, sums = choose(complete[n], stepped, start), choose(complete[n], zero, sums)
         return torch.stack(outputs), (*start, *sums)
 
@@ -82,12 +81,14 @@ def dual_ttt_memory(
     return layout.unfold(torch.cat(outputs)), end
 
 
-def _mini_batch(
-    q: Tensor, k: Tensor, v: Tensor, rate: Tensor, tau: Tensor, start: Parameters, sums: Parameters | None, norm
-) -> tuple[Tensor, Parameters]:
-    """Return the outputs (B, H, c, D) of tokens of one mini-batch, and the terms that they add to the sums.
+def mini_batch(
+    q: Tensor, k: Tensor, v: Tensor, rate: Tensor, tau: Tensor, start: Parameters, sums: Parameters | None,
+    norm: Parameters, end: Tensor | None,
+) -> tuple[Tensor, Parameters, Parameters]:  # fmt: skip
+    """Tokens of one mini-batch -> their outputs (B, H, c, D), the sums after them, and the next mini-batch's start.
 
-    q, k, v (B, H, c, D), rate (B, H, c, 1), tau (B, 1, c, 1), start and sums (None: 0) (B, H, ...).
+    q, k, v (B, H, c, D), rate (B, H, c, 1), tau (B, 1, c, 1), start and sums (None: 0) (B, H, ...). end: (1,), tau of
+    the mini-batch's last token; None where the mini-batch goes on, whose start is returned.
     """
     gain, shift = (p.unsqueeze(-2) for p in norm)
     layers = list(zip(start[::2], start[1::2], strict=True))
@@ -115,7 +116,9 @@ def _mini_batch(
             change = change + x @ sums[2 * n] + sums[2 * n + 1].unsqueeze(-2)
         x = x @ weight + bias.unsqueeze(-2) - tau * change
         written += [seen.mT @ g, g.sum(-2)]
-    return q + F.layer_norm(x, x.shape[-1:], eps=EPS) * gain + shift, tuple(written)
+    after = tuple(written) if sums is None else tuple(a + b for a, b in zip(sums, written, strict=True))
+    following = start if end is None else tuple(p - end * s for p, s in zip(start, after, strict=True))
+    return q + F.layer_norm(x, x.shape[-1:], eps=EPS) * gain + shift, after, following
 
 
 class _Layout:
@@ -146,7 +149,7 @@ class _Layout:
     def fold(self, x: Tensor) -> Tensor:
         """(B, T, H, F) -> (n, B, H, c, F)."""
         x = torch.take_along_dim(x, self.index.flatten(1)[:, :, None, None].to(x.device), 1)
-        return x.unflatten(1, self.index.shape[1:]).permute(1, 0, 3, 2, 4)
+        return x.unflatten(1, self.index.shape[1:]).permute(1, 0, 3, 2, 4).contiguous()
 
     def unfold(self, x: Tensor) -> Tensor:
         """(n, B, H, c, F) -> (B, T, H, F)."""

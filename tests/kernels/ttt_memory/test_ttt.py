@@ -170,15 +170,32 @@ def test_parameter_sets_kept_for_the_backward_pass(save_every, sets, monkeypatch
 
 
 @pytest.mark.thorough
-def test_torch_compile_leaves_the_loop_alone():
-    tensors, layers = make(1, 40, 1, 4, 4)
-    q = tensors[0].requires_grad_()
+def test_torch_compile_leaves_the_loop_alone(monkeypatch):
+    """A mini-batch is one program for all lengths and documents, and a second one where no row completes it."""
+    from torch._dynamo.backends.debugging import aot_eager
 
-    def total(q):
-        return call([q, *tensors[1:]], layers)[0].square().sum() * 2
+    from titans_pt.kernels.ttt_memory import uncompiled
 
-    compiled = torch.compile(total, backend="aot_eager")
-    torch.testing.assert_close(torch.autograd.grad(compiled(q), q), torch.autograd.grad(total(q), q))
+    programs = []
+
+    def backend(graph, example):
+        programs.append(graph)
+        return aot_eager(graph, example)
+
+    monkeypatch.setattr(uncompiled, "_compiled", lambda step: torch.compile(step, dynamic=False, backend=backend))
+    compiled = torch.compile(call, backend="eager")
+
+    def both(T, **options):
+        tensors, layers = make(2, T, 1, 4, 4)
+        q = tensors[0].requires_grad_()
+        totals = [f([q, *tensors[1:]], layers, **options)[0].square().sum() for f in (compiled, call)]
+        torch.testing.assert_close(*(torch.autograd.grad(total, q) for total in totals))
+        return len(programs)
+
+    reset = torch.zeros(2, 24, dtype=torch.bool)
+    reset[0, 6] = reset[1, 9] = True
+    torch._dynamo.reset()
+    assert [both(40), both(24), both(32), both(24, reset=reset), both(25)] == [1, 1, 1, 2, 2]
 
 
 @pytest.mark.parametrize("change, message", [
