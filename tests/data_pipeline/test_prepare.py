@@ -267,6 +267,15 @@ def test_tokenizer_of_another_size(config, tokenizer, tmp_path):
     fails(given, tmp_path / "data", "model.vocab_size", "319", "set model.vocab_size=320 or more")
 
 
+def test_symbols_that_a_given_tokenizer_splits(config, tokenizer, texts, tmp_path):
+    """A tokenizer is given with them, as by a run's config, or is refused; before, they were ignored."""
+    given = {"path": str(tokenizer.path), "user_defined_symbols": [" kitchen"]}
+    fails(config(data={"tokenizer": given}), tmp_path / "data", "user_defined_symbols: given ' kitchen'", "splits it")
+    trained = train_tokenizer(texts, tmp_path / "own.model", VOCAB, 10**6, [" kitchen"])
+    given["path"] = str(trained.path)
+    assert prepare(config(data={"tokenizer": given}))["tokenizer_sha256"] == trained.sha256
+
+
 def test_user_errors_leave_nothing(config, corpus, tmp_path):
     folder = tmp_path / "data"
     fails(config(model={"vocab_size": 30000}), folder, "model.vocab_size", "at most")

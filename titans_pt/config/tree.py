@@ -117,7 +117,10 @@ class Config(Section):
             f"must be above {least:.4g} with train.spike_window={t.spike_window}, else a loss that stays higher would "
             "be skipped for ever",
         )  # fmt: skip
-        need(t.stop_at is None or t.stop_at <= t.max_steps, "train.stop_at", f"at most train.max_steps={t.max_steps}")
+        for setting in ("stop_at", "profile_at"):
+            need(
+                (getattr(t, setting) or 0) <= t.max_steps, f"train.{setting}", f"at most train.max_steps={t.max_steps}"
+            )
 
     def _check_write_cost(self):
         need, cost = self._need, self.model.memory.write_cost

@@ -244,8 +244,9 @@ class Trainer:
             if signal:
                 self._save()
                 self.saver.wait()
+                then = "starts again" if self.saver.step is None else "continues"
                 self._say(
-                    f"stopped by signal {signal} at step {self.step}; {self._saved_at()}; the same command continues"
+                    f"stopped by signal {signal} at step {self.step}; {self._saved_at()}; the same command {then}"
                 )
                 return 128 + signal
             if self.nonfinite_in_a_row >= train.max_nonfinite:

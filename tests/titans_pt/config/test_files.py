@@ -103,6 +103,7 @@ def test_the_resolved_tree_gives_itself_back(file):
     ("", ["train.batch_tokens=5000"], "train.batch_tokens: given 5000; must be a multiple of data.seq_len=4096"),
     ("", ["train.warmup_steps=28610"], "train.warmup_steps: given 28610; must be below train.max_steps"),
     ("", ["train.stop_at=28611"], "train.stop_at: given 28611; at most train.max_steps"),
+    ("", ["train.profile_at=28611"], "train.profile_at: given 28611; at most train.max_steps"),
     ("", ["parallel.tensor=3"], "parallel.tensor: given 3; must divide model.n_heads=16.*set it to 1, or change"),
     ("", ["parallel.tensor=8", "model.memory.n_heads=12"],
      "parallel.tensor: given 8; must divide model.memory.n_heads=12, .* set it to 4, or change model.memory.n_heads"),
