@@ -39,7 +39,7 @@ export OMP_NUM_THREADS ?= 1
 # Container images set it; the tests start a hundred processes, each of which would compile this package again.
 export PYTHONDONTWRITEBYTECODE :=
 TRAIN := $(BIN)/torchrun --standalone --nproc_per_node 2 -m titans_pt train configs/quickstart.yaml
-NEEDLES := $(BIN)/titans needles configs/quickstart-needles.yaml run.dir=$(RUN)/needles --write-cost 0.3 --asked 64,256,1024,4096,16384 --answers 128
+NEEDLES := $(BIN)/titans needles configs/quickstart-needles.yaml run.dir=$(RUN)/needles model.memory.write_cost=0.3 --asked 64,256,1024,4096,16384 --answers 128
 
 quickstart: install
 	$(BIN)/titans prepare configs/quickstart.yaml

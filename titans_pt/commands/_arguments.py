@@ -145,11 +145,6 @@ def settings(action, model: bool = True):
     return loaded
 
 
-def with_options(overrides: tuple[str, ...], given: dict[str, Any]) -> tuple[str, ...]:
-    """KEY=VALUE words, and those of options that set the same keys; options that are not given are None."""
-    return (*overrides, *(f"{key}={value}" for key, value in given.items() if value is not None))
-
-
 data_settings = functools.partial(settings, model=False)
 
 run_folder = click.argument("run", metavar="RUN", type=PATH, callback=_subject, help="the run.dir of a training run")

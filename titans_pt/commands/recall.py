@@ -1,6 +1,6 @@
 import click
 
-from titans_pt.commands._arguments import NAMES, config_name, overrides, study_ranks, whole, with_options
+from titans_pt.commands._arguments import NAMES, config_name, overrides, study_ranks
 
 SECTION = "study"
 WRITES = "run.dir"
@@ -19,16 +19,11 @@ WRITES = "run.dir"
     help="variants to train: plain, memory-off, no-momentum, no-forgetting, depth-1, no-conv, no-ln "
     "(default: plain and, for Titans, memory-off)",
 )  # fmt: skip
-@click.option("--pairs", type=whole(1), metavar="N", help="key-value pairs in a sample (recall.pairs)")
-@click.option("--distance", type=whole(0), metavar="N", help="minimum tokens from pairs to queries (recall.distance)")
 @study_ranks
 def recall(
-    config: str, overrides: tuple[str, ...], models: list[str] | None, changes: list[str] | None, pairs: int | None,
-    distance: int | None, ranks: int | None,
+    config: str, overrides: tuple[str, ...], models: list[str] | None, changes: list[str] | None, ranks: int | None
 ) -> int:  # fmt: skip
     """Train small models on associative recall, with and without memory."""
     from titans_pt.reproduce import shorthand
 
-    given = {"recall.pairs": pairs, "recall.distance": distance}
-    words = with_options(overrides, given)
-    return shorthand.recall(config, words, models, changes, ranks)
+    return shorthand.recall(config, overrides, models, changes, ranks)

@@ -45,7 +45,7 @@ def test_the_command(tmp_path, capsys, monkeypatch):
 def test_the_card_says_what_the_folder_holds(model):
     assert f"{sum(p.numel() for p in model.parameters()):,} parameters" in CARD
     (command,) = re.findall(r"^    titans needles (.+)$", CARD, re.M)
-    assert command == "configs/needles.yaml --models lmm --held-out 16 --write-cost 0.1"
+    assert command == "configs/needles.yaml --models lmm needles.held_out=16 model.memory.write_cost=0.1"
     words = ["model.mixers=[lmm]", "needles.held_out=16", "model.memory.write_cost=0.1", "train.stop_when=null"]
     trained, said = model.run.config, load_config("configs/needles.yaml", words)
     assert trained.model == said.model and trained.section("needles") == said.section("needles")

@@ -18,7 +18,7 @@ SMALL = [
     "train.eval_samples=2",
 ]  # fmt: skip
 NOISE = ["model.vocab_size=64", "data.seq_len=64", "train.batch_tokens=128", "train.micro_batch=2"]
-ASKED = ["--needles", "2", "--lengths", "32:2,64", "--asked", "32", "--answers", "6"]
+ASKED = ["needles.needles=2", "needles.lengths=32:2,64", "--asked", "32", "--answers", "6"]
 
 
 pytestmark = pytest.mark.usefixtures("one_group")
@@ -100,7 +100,7 @@ def test_a_killed_reading_goes_on(tmp_path, monkeypatch, capsys):
 def test_recall_is_trained_with_and_without_memory(tmp_path, capsys):
     words = ["recall", RECALL, *SMALL, "train.batch_tokens=160", "train.micro_batch=2", f"run.dir={tmp_path}",
              "evaluation.recall.sequences=4", "evaluation.recall.pairs=[2,16]", "evaluation.recall.distances=[8]",
-             "model.vocab_size=16", "--pairs", "4"]  # fmt: skip
+             "model.vocab_size=16", "recall.pairs=4"]  # fmt: skip
     assert cli.run([*words, "--models", "lmm,swa"]) == 0
     found = records(tmp_path)
     assert sorted(found) == ["lmm-memory-off-s0", "lmm-s0", "swa-s0"]
@@ -111,7 +111,7 @@ def test_recall_is_trained_with_and_without_memory(tmp_path, capsys):
         (["--models", "gru"], "--models: given 'gru'"), (["--models", "lmm+gru"], "--models: given 'gru'"),
         (["--models", "gla", "--changes", "plain,no-ln"], "given 'no-ln', but gla has no Titan's memory"),
         (["--changes", "no-memory"], "--changes: given 'no-memory'; allowed: plain, depth-1"),
-        (["--pairs", "8"], "recall.pairs: given 8; below 8"),
+        (["recall.pairs=8"], "recall.pairs: given 8; below 8"),
     ):  # fmt: skip
         assert cli.run([*words, *wrong]) == 2
         assert said in capsys.readouterr().err
