@@ -62,7 +62,8 @@ def refuse_export(what: str):
         UserError: torch.export or torch.jit.trace traces a call of ``what``, whose loop stays outside graphs.
     """
     traced = torch.jit.is_tracing()
-    if traced or torch.compiler.is_exporting():
+    # Not is_exporting(): in a graph of torch.compile, PyTorch 2.11 takes it to be True.
+    if traced or torch.compiler._is_exporting_flag:
         raise UserError(f"{'torch.jit.trace' if traced else 'torch.export'}: given {what}, whose loop over blocks of "
                         "tokens is in no graph here; compile the model with torch.compile, or export only its other "
                         "parts")  # fmt: skip
