@@ -63,7 +63,7 @@ def refuse_export(what: str):
     """
     traced = torch.jit.is_tracing()
     # Not is_exporting(): in a graph of torch.compile, PyTorch 2.11 takes it to be True.
-    if traced or torch.compiler._is_exporting_flag:
+    if traced or getattr(torch.compiler, "_is_exporting_flag", False):
         raise UserError(f"{'torch.jit.trace' if traced else 'torch.export'}: given {what}, whose loop over blocks of "
                         "tokens is in no graph here; compile the model with torch.compile, or export only its other "
                         "parts")  # fmt: skip
