@@ -64,6 +64,7 @@ def ttt_memory(
     dtype = state_dtype(q)
     with no_autocast(q):
         learned = [p for layer in zip(weights, biases, strict=True) for p in layer]
+        # Contiguous, as later mini-batches' weights are: one compiled program serves them all.
         begin = tuple(p.to(dtype).expand(q.shape[0], *p.shape).contiguous() for p in learned)
         queries, keys, values, rate, tau = (x.to(dtype) for x in (q, k, v, rate, tau))
         norm = tuple(p.to(dtype) for p in norm)

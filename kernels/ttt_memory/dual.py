@@ -147,7 +147,7 @@ class _Layout:
         self.complete = [bool(e[0]) if (e == e[0]).all() else e for e in ends.unbind(1)]
 
     def fold(self, x: Tensor) -> Tensor:
-        """(B, T, H, F) -> (n, B, H, c, F)."""
+        """(B, T, H, F) -> (n, B, H, c, F), contiguous: a compiled step then serves every length."""
         x = torch.take_along_dim(x, self.index.flatten(1)[:, :, None, None].to(x.device), 1)
         return x.unflatten(1, self.index.shape[1:]).permute(1, 0, 3, 2, 4).contiguous()
 
