@@ -254,7 +254,9 @@ def scaled() -> list[str]:
             near, far = (on_same_seeds({"": group[0][n], key: row[n]})[key] for n in (0, 1))
             longest = "-", "-"
             if row[2].ours:
-                longest = told(row[2]), f"{math.log(row[2].ours.mean / group[0][2].ours.mean):+.3f}"
+                own, best = row[2].ours.figures, group[0][2].ours.figures
+                gaps = [own[seed].value - best[seed].value for seed in own.keys() & best.keys()]
+                longest = told(row[2]), f"{fmean(gaps):+.3f}"
             text.append(line(*shown, told(row[0]), near, told(row[1]), far, *longest))
     return text
 
