@@ -65,7 +65,7 @@ from titans_pt.data_pipeline.tokenizers import (
 from titans_pt.errors import Unreachable, UserError
 from titans_pt.genomics.markov import Floor, markov_floor
 from titans_pt.tools.files import write_atomically
-from titans_pt.tools.locks import take
+from titans_pt.tools.locks import folder_locked
 from titans_pt.tools.sealed import seal
 from titans_pt.tools.tensor_files import describe
 
@@ -134,7 +134,7 @@ def prepare(config: Config, force: bool = False, shard: tuple[int, int] | None =
     created, began = not folder.exists(), time.perf_counter()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with _locked(folder, exclusive=shard is None):
+        with folder_locked(folder, "data.dir", "titans prepare", shared=shard is not None):
             # Named by its inputs: parts begun with other settings or text are never mistaken for ours.
             inputs = f"{PARTS} {fingerprint}{''.join(_names(config.data))}"
             build = folder / _BUILD / hashlib.sha256(inputs.encode()).hexdigest()[:16]
@@ -181,8 +181,9 @@ def _check_up_to_date(old: dict, config: Config, fingerprint: str, text: str) ->
             _check_lossy(old, config)
             _check_rejected(old, config, folder)
             print(f"{one_line(str(folder))}: token files are up to date, nothing to do", file=sys.stderr)
-            with contextlib.suppress(UserError), _locked(folder, exclusive=True):  # others may be at work, with --force
-                shutil.rmtree(folder / _BUILD, ignore_errors=True)  # left by a process that was killed at its very end
+            with contextlib.suppress(UserError), folder_locked(folder, "data.dir", "titans prepare"):
+                # Left by a process that was killed at its very end, unless another is at work (with --force).
+                shutil.rmtree(folder / _BUILD, ignore_errors=True)
             _warn_of_short_streams(config)
             return
     what = changed_setting(old, config)
@@ -492,20 +493,6 @@ def _in_turn(streams: list[Iterator[Document]]) -> Iterator[Document]:
 
 
 # --- files ---
-
-
-@contextlib.contextmanager
-def _locked(folder: Path, exclusive: bool) -> Iterator[None]:
-    """Locks ``folder`` for many processes with --shard at a time, or for one without."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        if not take(handle, folder, "a second titans prepare there would not be noticed", shared=not exclusive):
-            raise UserError(
-                f"data.dir={folder}: another titans prepare is at work there; wait for it, or choose another data.dir"
-            )
-        yield
-    finally:
-        os.close(handle)
 
 
 def _check_apart(config: Config, folder: Path) -> None:

@@ -158,16 +158,17 @@ def _summarise(
     send: Callable[[str, str, Path], None] | None,
 ) -> dict:  # fmt: skip
     path = folder / "summary.json"
-    whole = _earlier(path, run) | _origin(run)
+    parts = {}
     lines = [f"{run.folder.path}, step {run.step}"]
     files, title = [path], f"{run.folder.path.resolve().name}, step {run.step}"
     for evaluation, records in zip(evaluations, found, strict=True):
         summary = evaluation.summary([records[key] for key in evaluation.keys])
         settings = getattr(run.config.evaluation, evaluation.name, None)  # a task's own suite may have none
         shown = {} if settings is None else {"settings": settings.model_dump(mode="json")}
-        whole[evaluation.name] = shown | summary
+        parts[evaluation.name] = shown | summary
         lines += ["", evaluation.table(summary)]
         files += [*_parts(folder, evaluation.name), *evaluation.plots(summary, run.results.plots, title)]
+    whole = _earlier(path, run) | _origin(run) | parts  # read now: another suite may have ended in the meantime
     write_text(path, json.dumps(seal(whole), indent=2) + "\n")
     lines += ["", "files:", *(f"  {file}" for file in files)]
     print("\n".join(lines), flush=True)

@@ -29,6 +29,7 @@ from titans_pt.runs.folder import RunFolder
 from titans_pt.runs.loaded import load_run, with_rows
 from titans_pt.runs.written import check_new, write_run
 from titans_pt.tools.files import naming
+from titans_pt.tools.locks import folder_locked
 from titans_pt.tools.tensor_files import check_sums, write_sums
 from titans_pt.training.transfer import counted_rows
 
@@ -46,11 +47,11 @@ def export_run(run_dir: str | Path, folder: str | Path, step: int | None = None)
     without it, readers refuse a folder whose export was cut short.
 
     Raises:
-        UserError: ``folder`` is a file, or holds a run, or a model or tokenizer that is not an export; or ``load_run``
-            refuses the run.
+        UserError: ``folder`` is a file, or holds a run, or a model or tokenizer that is not an export; or another export
+            is at work there; or ``load_run`` refuses the run.
     """
     folder = Path(folder)
-    stale = _replaced(folder)
+    _replaced(folder)  # refuses before the work
     run = load_run(run_dir, step, precision="fp32")
     given = run.config.data.tokenizer
     tokenizer = TitansTokenizer(
@@ -72,7 +73,8 @@ def export_run(run_dir: str | Path, folder: str | Path, step: int | None = None)
     weights = merged(run.model).items()
     model.model.load_state_dict({name: with_rows(p, rows[name]) if name in rows else p for name, p in weights})
     folder.mkdir(parents=True, exist_ok=True)
-    with naming(folder):
+    with naming(folder), folder_locked(folder, "--out", "titans export"):
+        stale = _replaced(folder)
         scratch = Path(tempfile.mkdtemp(dir=folder, prefix=_UNFINISHED))
         try:
             model.save_pretrained(scratch)

@@ -12,9 +12,11 @@ import logging
 import os
 import platform
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
 
+from titans_pt.errors import UserError
 from titans_pt.tools.files import naming
 
 log = logging.getLogger(__name__)
@@ -40,6 +42,25 @@ def take(descriptor: int, path: Path, without: str, shared: bool = False) -> boo
             raise
         log.warning("%s: its file system has no locks (%s); %s", path, error.strerror, without)
     return True
+
+
+@contextlib.contextmanager
+def folder_locked(folder: Path, setting: str, command: str, shared: bool = False) -> Iterator[None]:
+    """Locks an existing folder for one process, or with ``shared`` for all that share it. It gets no file for this.
+
+    Args:
+        setting: the setting or option that names the folder, and ``command`` what writes there, for messages.
+
+    Raises:
+        UserError: another process holds the lock.
+    """
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        if not take(handle, folder, f"a second {command} there would not be noticed", shared):
+            raise UserError(f"{setting}: another {command} is at work in {folder}; wait for it, or name another folder")
+        yield
+    finally:
+        os.close(handle)
 
 
 def sign(file: TextIO):

@@ -7,6 +7,7 @@ from typing import Any
 
 from titans_pt.errors import UserError
 from titans_pt.tools.files import naming
+from titans_pt.tools.locks import take
 from titans_pt.tools.sealed import seal, unseal
 
 
@@ -37,12 +38,22 @@ def read_records(paths: list[Path]) -> dict[str, dict]:
 
 
 class RecordFile:
-    """A JSONL file with a single writer. Opening it removes an unfinished last line that a killed writer left."""
+    """A JSONL file with a single writer. Opening it removes an unfinished last line that a killed writer left.
+
+    Raises:
+        UserError: another process has the file open.
+    """
 
     def __init__(self, path: Path):
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = open(path, "a+b")  # noqa: SIM115 - closed by __exit__
+        if not take(self._file.fileno(), path, "a second evaluation there would not be noticed"):
+            self._file.close()
+            raise UserError(
+                f"{path}: another evaluation writes it; wait for it to end, give --out DIR, or start one evaluation "
+                "of several processes with torchrun"
+            )
         with naming(path):
             self._file.seek(0)
             self._file.truncate(self._file.read().rfind(b"\n") + 1)

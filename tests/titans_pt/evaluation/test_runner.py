@@ -12,6 +12,7 @@ from titans_pt import cli
 from titans_pt.config import EvaluationConfig
 from titans_pt.errors import UserError
 from titans_pt.evaluation import evaluate
+from titans_pt.evaluation.perplexity import Perplexity
 from titans_pt.tasks.language import Language
 from titans_pt.tools.sealed import unseal
 
@@ -96,6 +97,19 @@ def test_only_one_evaluation_keeps_the_others_summary(copying):
     assert both["perplexity"] == first["perplexity"] and single(both)["n"] == 4
     copying.checkpoint_hash = "beef"
     assert "perplexity" not in evaluate("anywhere", SMALL, suite="needle")
+
+
+def test_suites_at_the_same_time_lose_no_summary(copying, monkeypatch):
+    """The needles end, in another process, while the perplexity's plots are drawn."""
+    plots = Perplexity.plots
+
+    def meanwhile(*args):
+        evaluate("anywhere", SMALL, suite="needle")
+        return plots(*args)
+
+    monkeypatch.setattr(Perplexity, "plots", meanwhile)
+    both = evaluate("anywhere", SMALL, suite="perplexity")
+    assert both["perplexity"]["tokens"] == 200 and single(both)["n"] == 4
 
 
 def test_a_damaged_summary_is_told_and_written_again(copying, capsys):

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.helpers.untrained import untrained_run
 from titans_pt import cli, huggingface
 from titans_pt.errors import UserError
+from titans_pt.huggingface.card import model_card
 from titans_pt.runs import checkpoints
 from titans_pt.runs.loaded import load_run
 
@@ -116,6 +117,24 @@ def test_an_export_that_was_cut_short_is_no_model(runs, tmp_path, monkeypatch, m
     huggingface.export_run(runs / "words", folder)
     assert names(folder) == names(huggingface.export_run(runs / "words", tmp_path / "clean"))
     huggingface.import_run(folder, tmp_path / "back")
+
+
+def test_one_export_into_a_folder_at_a_time(runs, tmp_path, monkeypatch):
+    """The second one begins while the first one writes its model card."""
+    folder, card, told = tmp_path / "hf", model_card, []
+
+    def meanwhile(run):
+        if not told:
+            told.append("")
+            with pytest.raises(UserError) as error:
+                huggingface.export_run(runs / "bytes", folder)
+            told[0] = str(error.value)
+        return card(run)
+
+    monkeypatch.setattr("titans_pt.huggingface.export.model_card", meanwhile)
+    huggingface.export_run(runs / "words", folder)
+    assert told == [f"--out: another titans export is at work in {folder}; wait for it, or name another folder"]
+    assert names(folder) == names(huggingface.export_run(runs / "words", tmp_path / "clean"))
 
 
 def test_an_export_that_fails_leaves_the_one_before(runs, tmp_path, monkeypatch):

@@ -43,6 +43,18 @@ def test_a_broken_whole_line_is_named(tmp_path, line):
         read_records([path])
 
 
+def test_a_single_writer(tmp_path):
+    path = tmp_path / "needle.jsonl"
+    with RecordFile(path) as file:
+        file.append({"key": "one"})
+        with pytest.raises(UserError, match=r"needle\.jsonl: another evaluation writes it; .* --out DIR"):
+            RecordFile(path)
+        file.append({"key": "two"})
+    with RecordFile(path) as file:
+        file.append({"key": "three"})
+    assert list(read_records([path])) == ["one", "two", "three"]
+
+
 def test_a_full_disk_names_the_file(tmp_path):
     with RecordFile(tmp_path / "records.jsonl") as file:
         file._file.close()
