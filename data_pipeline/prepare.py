@@ -459,9 +459,9 @@ def _tokenizer(config: Config, build: Path) -> Tokenizer:
             f"data.tokenizer.lossy: given 'refuse', but {given.path} loses {', '.join(lost)}; set "
             "data.tokenizer.path to another tokenizer, or data.tokenizer.lossy=warn"
         )
-    before = "."  # a tokenizer may add a space to the beginning of a text
+    alone = len(tokenizer.encode("."))  # a symbol stands behind it: a text may begin with an added space
     for symbol in given.user_defined_symbols if given.path else ():
-        if len(tokenizer.encode(before + symbol)) != len(tokenizer.encode(before)) + 1:
+        if len(tokenizer.encode("." + symbol)) != alone + 1:
             raise UserError(
                 f"data.tokenizer.user_defined_symbols: given {symbol!r}, but {given.path} splits it, and only a "
                 "tokenizer that is trained here gets symbols; leave out data.tokenizer.path, or set "

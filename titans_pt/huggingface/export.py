@@ -47,8 +47,8 @@ def export_run(run_dir: str | Path, folder: str | Path, step: int | None = None)
     without it, readers refuse a folder whose export was cut short.
 
     Raises:
-        UserError: ``folder`` is a file, or holds a run, or a model or tokenizer that is not an export; or another export
-            is at work there; or ``load_run`` refuses the run.
+        UserError: ``folder`` is a file, or holds a run, or a model or tokenizer that is not an export; or another
+            export is at work there; or ``load_run`` refuses the run.
     """
     folder = Path(folder)
     _replaced(folder)  # refuses before the work

@@ -174,7 +174,7 @@ def test_torch_compile_leaves_the_loop_alone(monkeypatch):
     """A mini-batch is one program for all lengths and documents, and a second one where no row completes it."""
     from torch._dynamo.backends.debugging import aot_eager
 
-    from titans_pt.kernels.ttt_memory import uncompiled
+    from titans_pt.kernels import compiling
 
     programs = []
 
@@ -182,7 +182,7 @@ def test_torch_compile_leaves_the_loop_alone(monkeypatch):
         programs.append(graph)
         return aot_eager(graph, example)
 
-    monkeypatch.setattr(uncompiled, "_compiled", lambda step: torch.compile(step, dynamic=False, backend=backend))
+    monkeypatch.setattr(compiling, "compiled", lambda step: torch.compile(step, dynamic=False, backend=backend))
     compiled = torch.compile(call, backend="eager")
 
     def both(T, **options):

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from titans_pt.config import ModelConfig
+from titans_pt.kernels import compiling
 from titans_pt.layers.documents import Documents
-from titans_pt.models.mixers import mac
+from titans_pt.models.mixers.mac import MAC
 
 
 def outcome(model, x, pieces, reset=None):
@@ -25,7 +26,7 @@ def make(width, heads, segment, device):
         d_model=width, n_heads=heads, segment=segment, memory_tokens=4, persistent_tokens=2, window=segment,
         memory={"chunk_size": 16, "expansion": 2},
     )  # fmt: skip
-    model = mac.MAC(config).to(device)
+    model = MAC(config).to(device)
     model.memory.gates.own_initialisation()
     return model
 
@@ -44,7 +45,7 @@ def test_the_compiled_step_is_the_step(monkeypatch):
         return torch.compile(step, dynamic=False, backend="aot_eager")
 
     model.compiled = True
-    monkeypatch.setattr(mac, "_compiled", compiled)
+    monkeypatch.setattr(compiling, "compiled", compiled)
     found = [outcome(model, x, 90), outcome(model, x, 90, reset)]
     for a, b in zip(sum(found, []), sum(expected, []), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-10)

@@ -1,6 +1,5 @@
 """MAC, memory as a context: attention sees recalled tokens before each segment, and its output is written back."""
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -318,7 +317,9 @@ class MAC(MemoryMixer):
         steps = MAC._recall, MAC._write
         # Whole segments all have one shape; the parts that a stream or a document cuts off have any length.
         if self.compiled and whole and not torch.compiler.is_compiling():
-            return _compiled(steps[0]), _compiled(steps[1])
+            from titans_pt.kernels import compiling  # its import takes more than a second
+
+            return compiling.compiled(steps[0]), compiling.compiled(steps[1])
         return steps
 
     def _recall(self, queries: Tensor, turn: list[Tensor], weights, norm) -> tuple[Tensor, Tensor]:
@@ -348,13 +349,6 @@ class MAC(MemoryMixer):
             (h_k, k), (h_v, v) = keys.split(cut, 1), values.split(cut, 1)
             return self.join(segment_attention(q, k, v, h_k, h_v, self.stride, prefix=always))
         return self.join(masked_attention(q, keys, values, mask, always))
-
-
-@functools.cache
-def _compiled(step: Callable) -> Callable:
-    """A segment's step, compiled: uncompiled it launches many small kernels. CUDA graphs are off: they keep the results
-    of one segment, and training needs the results of all."""
-    return torch.compile(step, dynamic=False)
 
 
 def _cut(pieces: list[Piece], *tensors: Tensor) -> Iterator[tuple[Any, ...]]:

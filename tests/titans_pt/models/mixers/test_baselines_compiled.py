@@ -10,9 +10,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.helpers.mixers import BASELINES, small_config
 from titans_pt.config import ModelConfig
+from titans_pt.kernels import compiling
 from titans_pt.kernels.channel_scan import dispatch as scan
 from titans_pt.kernels.linear_memory import dispatch as linear
-from titans_pt.kernels.ttt_memory import uncompiled
 from titans_pt.layers.documents import Documents
 from titans_pt.models import build_model
 from titans_pt.models.ways import whole_sequence
@@ -25,10 +25,10 @@ pytestmark = pytest.mark.thorough
 def dynamo():
     torch._dynamo.reset()
     counters.clear()
-    uncompiled._compiled.cache_clear()  # a test's backend is no other test's
+    compiling.compiled.cache_clear()  # a test's backend is no other test's
     yield
     torch._dynamo.reset()
-    uncompiled._compiled.cache_clear()
+    compiling.compiled.cache_clear()
 
 
 @pytest.fixture
@@ -70,7 +70,7 @@ def test_no_graph_break_on_the_paths_of_a_gpu(mixer, documents, on_a_gpu):
 @pytest.mark.parametrize("mixer", ["ttt_mlp", pytest.param("ttt_linear", marks=pytest.mark.slow)])
 def test_of_ttt_the_memory_alone_is_outside(mixer, monkeypatch):
     """Compiling would unroll TTT's loop over mini-batches, for minutes: only a mini-batch is compiled."""
-    monkeypatch.setattr(uncompiled, "_compiled", lambda step: step)
+    monkeypatch.setattr(compiling, "compiled", lambda step: step)
     block = build_model(small_config([mixer])).blocks[0]
     found = torch._dynamo.explain(whole_sequence)(block, torch.randn(2, 33, 32), None)
     assert found.break_reasons and all("looped_ttt_memory" in reason.reason for reason in found.break_reasons)
