@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from pathlib import Path
 from random import Random
 
 import pytest
@@ -85,3 +86,18 @@ def test_answers_follow_from_the_facts(task):
 def test_few_facts_and_the_same_story_for_the_same_seed(task):
     assert all(len(babi.story(task, Random(seed), 4).facts) <= 4 for seed in range(50))
     assert babi.story(task, Random(7), 20) == babi.story(task, Random(7), 20)
+
+
+def test_shortcuts_are_right_as_often_as_the_page_says():
+    """Guesses that ignore who or what is asked: any place that the story names, and the last one."""
+    random, told = Random(0), " ".join((Path(__file__).parents[3] / "docs/evaluation.md").read_text().split())
+    said = r"right in (\d+), (\d+) and (\d+) %, the last place that it names in (\d+), (\d+) and (\d+) %"
+    found = []
+    for task in ("qa1", "qa2", "qa3"):
+        stories = [babi.story(task, random, 512) for _ in range(3000)]
+        named = [[p for f in s.facts for p in babi.PLACES if p in f and p not in s.question] for s in stories]
+        right = [(s.answer in places) / len(set(places)) for s, places in zip(stories, named, strict=True)]
+        last = [s.answer == places[-1] for s, places in zip(stories, named, strict=True)]
+        found.append((sum(right) / 30, sum(last) / 30))
+    shown = list(map(int, re.search(said, told).groups()))
+    assert shown == pytest.approx([share for each in zip(*found, strict=True) for share in each], abs=2.5)
