@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from titans_pt.benchmarks.process import check_any, peak_mib, write_csv
+from titans_pt.benchmarks.process import check_any, peak_mib, write_about, write_csv
 from titans_pt.config import Config
 from titans_pt.config.files import check_free, load_config
 from titans_pt.errors import UserError
@@ -22,7 +22,6 @@ from titans_pt.models import build_model
 from titans_pt.models.backbone import check_packages
 from titans_pt.models.mixers import MIXERS
 from titans_pt.models.mixers.common import MemoryMixer
-from titans_pt.runs.folder import versions
 from titans_pt.tasks import task_of
 from titans_pt.tools.files import write_text
 from titans_pt.tools.markdown import markdown_table
@@ -94,9 +93,7 @@ def benchmark_training(
         titans = [m for m in models if _has_memory(Case(m, middle), config, overrides, tokens)]
         cases += [Case(m, middle, depth=depth) for depth in DEPTHS for m in titans]
         cases += [Case(m, middle, chunk=chunk) for chunk in CHUNKS for m in titans]
-    settings = {"config": config, "overrides": overrides, "tokens": tokens}
-    about = versions() | settings | {"threads": torch.get_num_threads()}
-    write_text(out / "training.json", json.dumps(about, indent=1) + "\n")
+    write_about(out / "training.json", config=config, overrides=overrides, tokens=tokens)
     found = []
     for case in cases:
         found.append(in_a_process(case, config, overrides, tokens, out))
