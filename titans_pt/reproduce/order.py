@@ -213,4 +213,7 @@ def _config(study: Study, row: Row, seed: int, order: Order, name: str) -> Confi
     steps = max(1, order.tokens // config.train.batch_tokens)
     # A warm-up of more than a fifth of a short run would leave little of it.
     warmup = min(config.train.warmup_steps, steps // 5)
-    return load_config(file, [*words, f"train.max_steps={steps}", f"train.warmup_steps={warmup}"])
+    short = {"max_steps": steps, "warmup_steps": warmup}
+    if config.train.decay_steps:
+        short["decay_steps"] = min(config.train.decay_steps, steps - warmup)
+    return load_config(file, [*words, *(f"train.{key}={value}" for key, value in short.items())])

@@ -61,6 +61,13 @@ def test_every_study_can_be_planned(target, size):
         assert names <= {column.published for column in asked.columns}, "nothing published is left out"
 
 
+@pytest.mark.parametrize("tokens, steps", [(3072, 1), (102_400, 33)])
+def test_a_decay_fits_into_a_short_run(tokens, steps):
+    trains = [run.config.train for run in runs("table3", models=["lmm"], tokens=tokens)]
+    assert (trains[0].max_steps, trains[0].decay_steps) == (steps, steps - trains[0].warmup_steps)
+    assert all(0 < train.decay_steps <= train.max_steps - train.warmup_steps for train in trains)
+
+
 @pytest.mark.parametrize("option", ["--seeds 1", "--tokens 9", "--rates 1e-3", "--ranks 2", "--memory 80 --dry-run"])
 def test_an_option_that_a_timing_does_not_read_is_refused(option, tmp_path, capsys):
     words = ["reproduce", "figure8", "--size", "tiny", "--out", str(tmp_path / "out"), *option.split()]
