@@ -15,5 +15,9 @@ class Diverged(UserError):
     """Training ended because too many consecutive steps had a non-finite loss or gradient."""
 
 
+class Busy(UserError):
+    """Another process is at work on what this one would write."""
+
+
 class Unreachable(UserError):
     """A network resource cannot be reached now; earlier knowledge of it may suffice."""

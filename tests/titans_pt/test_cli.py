@@ -5,6 +5,7 @@ import getpass
 import io
 import itertools
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -22,6 +23,7 @@ from titans_pt.__main__ import usable_home, usable_streams
 from titans_pt.config.files import load_config
 from titans_pt.runs import checkpoints
 from titans_pt.tasks import language
+from titans_pt.tools.records import RecordFile
 from titans_pt.training import loop
 from titans_pt.training.metrics import read_metrics
 
@@ -358,6 +360,15 @@ def test_a_stop_before_any_finite_step_has_no_checkpoint(tiny, monkeypatch, caps
         in capsys.readouterr().out
     )
     assert "step 1 is not evaluated: it has no checkpoint, since it was not finite" in caplog.text
+
+
+def test_an_evaluation_beside_a_training_does_not_end_it(tiny, tmp_path, caplog):
+    run, words = tmp_path / "run", ("evaluation.every=1", "evaluation.suites=[perplexity]")
+    train = ["train", str(tiny(run={"dir": str(run)}, train={"max_steps": 2, "warmup_steps": 0})), *words]
+    with RecordFile(run / "evaluation" / "step-00000001" / "perplexity.jsonl"):
+        assert cli.run(train) == 0
+    assert re.search(r"step 1 is not evaluated by perplexity: \S+jsonl: another evaluation writes it\n", caplog.text)
+    assert [record["step"] for record in read_metrics(run / "metrics.jsonl") if record["kind"] == "evaluation"] == [2]
 
 
 def test_a_curve_that_cannot_be_drawn_is_a_warning(tiny, monkeypatch, caplog):

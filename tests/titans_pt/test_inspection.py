@@ -85,6 +85,12 @@ def test_surprise_is_what_moved_the_momentum():
     np.testing.assert_allclose(result.surprise, result.momentum_norm / result.theta, rtol=1e-5)
 
 
+def test_medians_are_computed_once():
+    """The table asks for the score of each of its tokens."""
+    result = module.read(small(["lmm"]), torch.randint(0, 50, (T,)), ["x"] * T)
+    assert result.score is result.score and result.relative is result.relative
+
+
 def test_a_hierarchy_of_memories():
     with pytest.raises(UserError, match="model.memory.hierarchy: a hierarchy of memories cannot be inspected"):
         module.read(

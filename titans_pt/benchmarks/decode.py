@@ -1,6 +1,5 @@
 """Generation on this machine: tokens per second after a prompt, one row, the mixers of a config in turns."""
 
-import json
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -9,13 +8,12 @@ from pathlib import Path
 
 import torch
 
-from titans_pt.benchmarks.process import write_csv
+from titans_pt.benchmarks.process import write_about, write_csv
 from titans_pt.config import Config
 from titans_pt.config.checks import mixers_of
 from titans_pt.config.files import keys_of, load_config
 from titans_pt.layers.state import state_bytes
 from titans_pt.models import build_model
-from titans_pt.runs.folder import versions
 from titans_pt.streaming import best_device, greedy, prefill
 from titans_pt.tools.files import write_text
 from titans_pt.tools.markdown import markdown_table
@@ -65,12 +63,8 @@ def benchmark_decode(
     text = table(found)
     write_text(out / "decode.md", text)
     write_csv(out / "decode.csv", found)
-    about = versions() | {
-        "models": {model: own.model.model_dump(mode="json") for model, own in configs.items()},
-        "prompt": prompt, "tokens": tokens, "rounds": rounds,
-        "threads": torch.get_num_threads(),
-    }  # fmt: skip
-    write_text(out / "decode.json", json.dumps(about, indent=1) + "\n")
+    settings = {model: own.model.model_dump(mode="json") for model, own in configs.items()}
+    write_about(out / "decode.json", models=settings, prompt=prompt, tokens=tokens, rounds=rounds)
     print(f"{text}\n{out / 'decode.md'}")
 
 

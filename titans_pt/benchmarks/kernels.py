@@ -4,7 +4,6 @@ All implementations get the same batch, length, heads and head width. An impleme
 passed its check. If it cannot run or does not pass, the table has the reason in place of figures.
 """
 
-import json
 import statistics
 import time
 from collections.abc import Callable
@@ -18,10 +17,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from titans_pt.benchmarks.process import check_any, named, write_csv
+from titans_pt.benchmarks.process import check_any, named, write_about, write_csv
 from titans_pt.kernels.linear_memory import linear_memory
 from titans_pt.kernels.memory import dual, neural_memory
-from titans_pt.runs.folder import versions
 from titans_pt.tools.files import write_text
 from titans_pt.tools.markdown import markdown_table
 from titans_pt.tools.plots import new_figure, own_style, save_figure
@@ -81,7 +79,7 @@ def benchmark_kernels(out: Path, rounds: int = 3, longest: int = LENGTHS[-1], to
         f"{str(dtype).removeprefix('torch.')}; matmul {ceilings['matmul_tflops']:.1f} TFLOP/s, "
         f"copy {ceilings['copy_gigabytes']:.0f} GB/s"
     )
-    write_text(out / "kernels.json", json.dumps(versions() | _fla_version() | ceilings, indent=1) + "\n")
+    write_about(out / "kernels.json", **_fla_version(), **ceilings)
     for name, expansion, build, chunk in implementations():
         with compiled_blocks() if name == COMPILED else nullcontext():
             reason = _reason(name, expansion, build, chunk, device, dtype)

@@ -15,11 +15,9 @@ from pathlib import Path
 
 import torch
 
-from titans_pt.benchmarks.process import memory_mib, write_csv
+from titans_pt.benchmarks.process import memory_mib, write_about, write_csv
 from titans_pt.config import MemoryConfig
 from titans_pt.layers.memory import NeuralMemory
-from titans_pt.runs.folder import versions
-from titans_pt.tools.files import write_text
 
 WIDTH, HEADS, CHUNK = 256, 4, 16
 """B = 1, four heads of 64, C = 16, L_M = 2, expansion 4, fp32: the size in other projects' issues."""
@@ -74,7 +72,7 @@ def benchmark_memory(out: Path, rounds: int = 3, longest: int = 65_536):
 
     everything = [*best.values(), *training, *streaming]
     write_csv(out / "memory.csv", everything)
-    write_text(out / "memory.json", json.dumps(versions() | {"threads": torch.get_num_threads()}, indent=1) + "\n")
+    write_about(out / "memory.json")
     print(f"\n{out / 'memory.csv'}")
 
 

@@ -2,6 +2,7 @@
 
 import csv
 import io
+import json
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 
 from titans_pt.errors import UserError
+from titans_pt.runs.folder import versions
 from titans_pt.tools.files import write_text
 
 
@@ -43,6 +45,11 @@ def check_any(failures: list[str]):
     """
     if all(failures):
         raise UserError(f"nothing was measured: all {len(failures)} rows failed; the first: {failures[0]}")
+
+
+def write_about(path: Path, **more: Any):
+    """Write versions, hardware, threads and ``more`` as JSON."""
+    write_text(path, json.dumps(versions() | more | {"threads": torch.get_num_threads()}, indent=1) + "\n")
 
 
 def write_csv(path: Path, rows: list[Any]):

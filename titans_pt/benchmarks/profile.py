@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from titans_pt.benchmarks.kernels import inputs, memory_call
+from titans_pt.training.profiling import start_profile
 
 
 def profile(out: Path, once: bool):
@@ -24,14 +25,13 @@ def profile(out: Path, once: bool):
     both()
     if once:
         return
-    activities = [torch.profiler.ProfilerActivity.CPU]
     if device == "cuda":
-        activities.append(torch.profiler.ProfilerActivity.CUDA)
         torch.cuda.synchronize()
-    with torch.profiler.profile(activities=activities) as found:
-        both()
-        if device == "cuda":
-            torch.cuda.synchronize()
+    found = start_profile()
+    both()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    found.stop()
     out.mkdir(parents=True, exist_ok=True)
     table = found.key_averages().table(sort_by=f"self_{device}_time_total", row_limit=25, max_name_column_width=60)
     (out / "profile.txt").write_text(table)

@@ -1,6 +1,5 @@
 """A long stream through a model, its state carried along: speed and memory against the number of tokens read."""
 
-import json
 import statistics
 import time
 from dataclasses import dataclass
@@ -9,12 +8,11 @@ from typing import Any
 
 import torch
 
-from titans_pt.benchmarks.process import peak_mib, write_csv
+from titans_pt.benchmarks.process import peak_mib, write_about, write_csv
 from titans_pt.config import Config
 from titans_pt.errors import UserError
 from titans_pt.layers.state import state_bytes
 from titans_pt.models import build_model
-from titans_pt.runs.folder import versions
 from titans_pt.streaming import best_device, prefill
 from titans_pt.tools.files import write_text
 from titans_pt.tools.markdown import markdown_table
@@ -52,8 +50,7 @@ def benchmark_stream(out: Path, config: Config, tokens: int, stretches: int):
     text = table(found, ratio)
     write_text(out / "stream.md", text)
     write_csv(out / "stream.csv", found)
-    about = versions() | {"model": config.model.model_dump(mode="json"), "threads": torch.get_num_threads()}
-    write_text(out / "stream.json", json.dumps(about, indent=1) + "\n")
+    write_about(out / "stream.json", model=config.model.model_dump(mode="json"))
     plot(found, out / "stream.png")
     print(f"\n{text}\n{out / 'stream.md'}")
 

@@ -14,15 +14,14 @@ from pathlib import Path
 
 import torch
 
-from titans_pt.benchmarks.process import check_any, peak_mib, write_csv
+from titans_pt.benchmarks.process import check_any, peak_mib, write_about, write_csv
 from titans_pt.config import Config
-from titans_pt.config.files import load_config
+from titans_pt.config.files import check_free, load_config
 from titans_pt.errors import UserError
 from titans_pt.models import build_model
 from titans_pt.models.backbone import check_packages
 from titans_pt.models.mixers import MIXERS
 from titans_pt.models.mixers.common import MemoryMixer
-from titans_pt.runs.folder import versions
 from titans_pt.tasks import task_of
 from titans_pt.tools.files import write_text
 from titans_pt.tools.markdown import markdown_table
@@ -31,6 +30,9 @@ from titans_pt.training.metrics import peak_flops
 from titans_pt.training.profiling import start_profile, time_shares
 
 DEPTHS, CHUNKS = (1, 2, 3, 4), (4, 16, 64, 256)
+SET = {"data.seq_len": "give --lengths N,...", "train.batch_tokens": "give --tokens N",
+       "train.micro_batch": "give --tokens N: a step is one micro-batch"}  # fmt: skip
+"""Settings that each case sets -> what to do in place of setting them."""
 STEPS = 5
 """Timed steps per case, after two warm-up steps; the median counts."""
 
@@ -78,8 +80,9 @@ def benchmark_training(
         sweeps: whether to time also the memory's depths and chunk sizes, at the middle length.
 
     Raises:
-        UserError: a length does not divide ``tokens``, or no case could be measured.
+        UserError: a length does not divide ``tokens``; an override of what a case sets; no case could be measured.
     """
+    check_free(overrides, SET | {"model.mixers": "give --models NAMES"})
     for length in lengths:
         if tokens % length:
             raise UserError(f"--tokens: given {tokens}; must be a multiple of {length}, which --lengths names")
@@ -90,9 +93,7 @@ def benchmark_training(
         titans = [m for m in models if _has_memory(Case(m, middle), config, overrides, tokens)]
         cases += [Case(m, middle, depth=depth) for depth in DEPTHS for m in titans]
         cases += [Case(m, middle, chunk=chunk) for chunk in CHUNKS for m in titans]
-    settings = {"config": config, "overrides": overrides, "tokens": tokens}
-    about = versions() | settings | {"threads": torch.get_num_threads()}
-    write_text(out / "training.json", json.dumps(about, indent=1) + "\n")
+    write_about(out / "training.json", config=config, overrides=overrides, tokens=tokens)
     found = []
     for case in cases:
         found.append(in_a_process(case, config, overrides, tokens, out))

@@ -6,7 +6,6 @@ tuning.csv to FOLDER. Nothing is changed: a launch is pinned in the code once a 
 """
 
 import argparse
-import statistics
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
@@ -18,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from titans_pt.benchmarks.kernels import WIDTH, inputs, memory_call
+from titans_pt.benchmarks.kernels import WIDTH, inputs, memory_call, milliseconds
 from titans_pt.benchmarks.process import check_any, named, write_csv
 from titans_pt.kernels.memory.fused.configurations import KERNELS, Configuration
 from titans_pt.tools.files import write_text
@@ -78,22 +77,18 @@ def launched(launch: Launch) -> Iterator[None]:
 
 
 def measured(launch: Launch, tokens: int, length: int, rounds: int) -> tuple[float, list[Tensor]]:
-    """Median milliseconds of ``rounds`` calls after one that compiles, and the gradients."""
+    """Median milliseconds of ``rounds`` calls after one that compiles and a first one, and the gradients."""
     cuda = torch.cuda.is_available()
     dtype = torch.bfloat16 if cuda else torch.float32
     x = inputs(tokens // length, length, launch.expansion, "cuda" if cuda else "cpu", dtype)
     with launched(launch):
         call = memory_call("triton", x, launch.chunk)
-        found = list(torch.autograd.grad(call().square().sum(), list(x.values())))
-        times = []
-        for _ in range(rounds if cuda else 0):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            torch.autograd.grad(call().square().sum(), list(x.values()))
-            end.record()
-            end.synchronize()
-            times.append(begin.elapsed_time(end))
-    return statistics.median(times) if times else 0.0, found
+
+        def both() -> list[Tensor]:
+            return list(torch.autograd.grad(call().square().sum(), list(x.values())))
+
+        found = both()
+        return milliseconds(both, "cuda", rounds) if cuda and rounds else 0.0, found
 
 
 def compiles(launch: Launch, tokens: int, length: int) -> str:

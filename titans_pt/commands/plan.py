@@ -11,7 +11,7 @@ SECTION = "train"
 @settings
 @click.option(
     "--ranks", type=whole(1), metavar="N",
-    help="number of processes (default: WORLD_SIZE, or the machine's GPUs, or parallel.tensor)",
+    help="number of processes (default: WORLD_SIZE, or the machine's GPUs, or those of one model)",
 )  # fmt: skip
 @click.option(
     "--memory", type=GIB, metavar="GIB",

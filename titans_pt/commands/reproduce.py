@@ -64,6 +64,9 @@ def reproduce(
     if sbatch is not None and submit is None:
         raise UserError("--sbatch: given, but only --submit uses it; leave it out, or give --submit N")
     whole = study(target, size)
+    of_trainings = {"--seeds": seeds, "--tokens": tokens, "--rates": rates, "--ranks": ranks, "--memory": memory}
+    if whole.timed and (unread := [name for name, value in of_trainings.items() if value is not None]):
+        raise UserError(f"{unread[0]}: given, but {target} times a few steps of one process; leave it out")
     order = Order(out or Path("runs/reproduce") / size, models, seeds, tokens, rates or (), overrides)
     if dry_run:
         reproduce.show_plan(whole, order, ranks, memory)

@@ -1,6 +1,6 @@
 """Settings from YAML files: inheritance, ``key=value`` overrides, and one-line errors that name the path."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +84,20 @@ def keys_of(overrides: Sequence[str]) -> list[str]:
     """
     trees = (_tree_of(item) for item in overrides)
     return [".".join(path) for tree in trees for path in _leaves(tree)]
+
+
+def check_free(overrides: Sequence[str], remedies: Mapping[str, str]):
+    """Refuses overrides of settings that a command sets itself, and which would therefore have no effect.
+
+    Args:
+        remedies: key of each such setting -> what to do in place of setting it, for the message.
+
+    Raises:
+        UserError: an override sets one of them.
+    """
+    for key in keys_of(overrides):
+        if key in remedies:
+            raise UserError(f"{key}: given, but this command sets it; leave it out and {remedies[key]}")
 
 
 def _explain(tree: dict, above: tuple[str, ...], origins: dict[tuple[str, ...], str], lines: list[str]):

@@ -65,6 +65,7 @@ def evaluate(
 
     Raises:
         UserError: an unknown suite, another override, or something wrong with the run.
+        Busy: another evaluation is at work on a suite in the same folder.
     """
     for override in overrides:
         key = override.partition("=")[0]

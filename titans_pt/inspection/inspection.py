@@ -2,6 +2,7 @@
 
 import warnings
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -36,7 +37,7 @@ class Inspection:
     weight_norm: np.ndarray
     momentum_norm: np.ndarray
 
-    @property
+    @cached_property
     def relative(self) -> np.ndarray:
         """Surprise (N, T), mean over heads, as a multiple of the memory's own median around the token. 1 is usual.
 
@@ -49,10 +50,11 @@ class Inspection:
         with warnings.catch_warnings():
             # A memory that was never finite stays NaN.
             warnings.filterwarnings("ignore", "All-NaN slice")
-            usual = np.nanmedian(around, axis=2)
+            # One memory at a time: numpy copies what it takes the median of.
+            usual = np.stack([np.nanmedian(of_memory, axis=1) for of_memory in around])
         return heads / np.maximum(usual, np.finfo(np.float32).tiny)
 
-    @property
+    @cached_property
     def score(self) -> np.ndarray:
         """Mean of :attr:`relative` over memories, (T,)."""
         return self.relative.mean(0)

@@ -5,8 +5,7 @@ from titans_pt.reproduce.figures import Figure
 from titans_pt.reproduce.measures import TRAINING, Find, Measure, steps_trained
 from titans_pt.reproduce.study import Column, Row, Study
 
-TINY_MODELS = ("lmm", "mac", "mag", "mal", "transformer", "mamba2", "gated_deltanet")
-PAPER_MODELS = ("lmm", "mac", "mag", "mal", "transformer", "mamba2", "gated_deltanet")
+MODELS = ("lmm", "mac", "mag", "mal", "transformer", "mamba2", "gated_deltanet")
 OFF = ("model.memory.writes=false",)
 STREAM = ("forecast.lookback=96", "data.seq_len=768", "train.micro_batch=4")
 """Samples of eight lookbacks, with a forecast after each and the state carried along; as many rows per step."""
@@ -58,7 +57,7 @@ def _lookback(rows: int) -> tuple[str, ...]:
 
 
 def _tiny() -> list[Row]:
-    rows = [Row(model, "elecdemand-96", (), "H = 96") for model in TINY_MODELS]
+    rows = [Row(model, "elecdemand-96", (), "H = 96") for model in MODELS]
     variants = {
         # variant: (models, settings, displayed name)
         "elecdemand-96-chunk-4": (("lmm",), ("model.memory.chunk_size=4",), "H = 96, chunk 4"),
@@ -86,7 +85,7 @@ def table3(size: str) -> Study:
             Row(model, f"{series}-{horizon}", _paper(series, horizon), f"{series}, H = {horizon}")
             for series in SERIES
             for horizon in HORIZONS
-            for model in PAPER_MODELS
+            for model in MODELS
         ]
         rows += [
             Row("lmm", f"{series}-{horizon}-off", (*_paper(series, horizon), *OFF), f"{series}, H = {horizon}, off")

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from titans_pt.benchmarks.training import SET
 from titans_pt.config import Config
-from titans_pt.config.files import keys_of, load_config
+from titans_pt.config.files import check_free, load_config
 from titans_pt.errors import UserError
 from titans_pt.models.mixers.common import any_memory
 from titans_pt.reproduce.measures import Measure
@@ -104,9 +105,9 @@ def _check_words(study: Study, order: Order):
             remedies["train.lr"] = "give --rates LR,..."
     if order.tokens is not None:
         remedies |= dict.fromkeys(("train.max_steps", "train.warmup_steps"), "give --tokens alone")
-    for key in keys_of(order.words):
-        if key in remedies:
-            raise UserError(f"{key}: given, but this command sets it; leave it out and {remedies[key]}")
+    if study.timed:
+        remedies |= dict.fromkeys(SET, "time other lengths and batches by titans benchmark training")
+    check_free(order.words, remedies)
 
 
 def _own_rates(study: Study) -> Grid | None:
@@ -212,4 +213,7 @@ def _config(study: Study, row: Row, seed: int, order: Order, name: str) -> Confi
     steps = max(1, order.tokens // config.train.batch_tokens)
     # A warm-up of more than a fifth of a short run would leave little of it.
     warmup = min(config.train.warmup_steps, steps // 5)
-    return load_config(file, [*words, f"train.max_steps={steps}", f"train.warmup_steps={warmup}"])
+    short = {"max_steps": steps, "warmup_steps": warmup}
+    if config.train.decay_steps:
+        short["decay_steps"] = min(config.train.decay_steps, steps - warmup)
+    return load_config(file, [*words, *(f"train.{key}={value}" for key, value in short.items())])

@@ -20,6 +20,7 @@ from titans_pt.reproduce.tables import Table
 from titans_pt.reproduce.work import work
 from titans_pt.tasks import task_of
 from titans_pt.tools.files import check_room
+from titans_pt.tools.processes import place
 from titans_pt.training.plan import make_plan
 
 MFU = (0.4, 0.1)
@@ -85,8 +86,11 @@ def reproduce(whole: Study, order: Order, ranks: int | None) -> int:
         ranks: processes per training; None: one per GPU, or one without a GPU.
 
     Raises:
-        UserError: something is wrong with a setting, a record, or the data.
+        UserError: something is wrong with a setting, a record, or the data; or a launcher started several processes.
     """
+    if (size := place().size) > 1:
+        raise UserError(f"WORLD_SIZE={size} is set, but this command starts the processes of its trainings itself: "
+                        f"start it once, with --ranks {size}, or unset WORLD_SIZE")  # fmt: skip
     (asked, runs), records = planned(whole, order), Records(order.out / "records")
     check_room(order.out, "--out", folder=True)
     check_memory(runs, records, ranks)

@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from titans_pt.errors import UserError
+from titans_pt.errors import Busy, UserError
 from titans_pt.tools.files import naming
 from titans_pt.tools.locks import take
 from titans_pt.tools.sealed import seal, unseal
@@ -41,7 +41,7 @@ class RecordFile:
     """A JSONL file with a single writer. Opening it removes an unfinished last line that a killed writer left.
 
     Raises:
-        UserError: another process has the file open.
+        Busy: another process has the file open.
     """
 
     def __init__(self, path: Path):
@@ -50,7 +50,7 @@ class RecordFile:
         self._file = open(path, "a+b")  # noqa: SIM115 - closed by __exit__
         if not take(self._file.fileno(), path, "a second evaluation there would not be noticed"):
             self._file.close()
-            raise UserError(
+            raise Busy(
                 f"{path}: another evaluation writes it; wait for it to end, give --out DIR, or start one evaluation "
                 "of several processes with torchrun"
             )

@@ -18,7 +18,7 @@ from titans_pt.config import Config
 from titans_pt.config.checks import stop_condition
 from titans_pt.data_pipeline import Loader
 from titans_pt.data_pipeline.loader import collate
-from titans_pt.errors import UserError
+from titans_pt.errors import Busy, UserError
 from titans_pt.evaluation import runner
 from titans_pt.layers.memory_observer import memories_of
 from titans_pt.runs import checkpoints
@@ -494,16 +494,33 @@ class Trainer:
         for suite in settings.suites:
             found |= self._evaluate_suite(suite)
         self.evaluated_step = self.step
-        self._log("evaluation", **runner.figures(found))
+        if found:
+            self._log("evaluation", **runner.figures(found))
 
     def _evaluate_suite(self, suite: str) -> dict[str, Any]:
-        """Runs a suite, whose samples all ranks share; returns its summary on every rank."""
-        part: Any = partial(runner.evaluate, self.folder.path, step=self.step, suite=suite, at=self.watch.at,
-                            send=self._send_results)  # fmt: skip
-        own = part()
+        """Runs a suite, whose samples all ranks share; returns its summary on every rank.
+
+        The summary is empty if an evaluation beside the training is at work on the suite.
+        """
+
+        def part() -> tuple[dict[str, Any] | None, str]:
+            try:
+                return runner.evaluate(self.folder.path, step=self.step, suite=suite, at=self.watch.at,
+                                       send=self._send_results), ""  # fmt: skip
+            except Busy as error:
+                return None, str(error).partition(";")[0]
+
+        own, busy = part()
         self.watch.at(f"{suite} after step {self.step}, the samples of other ranks")
-        self.ranks.sum([0.0])
-        return self.ranks.on_first(lambda: own or part())  # only the rank that ends last has a result
+        busy = next(filter(None, self.ranks.gather_objects(busy)), "")
+        if not busy:  # only the rank that ends last has a result
+            own, busy = self.ranks.on_first(lambda: (own, "") if own else part())
+        if busy:
+            if self.ranks.first:
+                log.warning("step %d is not evaluated by %s: %s", self.step, suite, busy)
+            return {}
+        assert own is not None  # no sample is left
+        return own
 
     def _send_results(self, name: str, kind: str, folder: Path):
         if self.wandb:  # on rank 0, which collects all results

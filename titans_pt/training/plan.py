@@ -155,7 +155,7 @@ def make_plan(task: Task, ranks: int | None = None, gpu: bool | None = None) -> 
     """Plans the training of ``task`` on ``ranks`` processes.
 
     Args:
-        ranks: None: WORLD_SIZE, or this machine's number of GPUs.
+        ranks: None: WORLD_SIZE, or this machine's number of GPUs, or without GPUs those of one model.
         gpu: whether to plan for GPUs, whose kernels keep other tensors than CPU operators; None: whether this machine
             has GPUs.
 

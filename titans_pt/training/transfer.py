@@ -85,8 +85,8 @@ def counted_rows(model: nn.Module) -> dict[str, int]:
 
 
 def find_weights(given: str) -> Weights:
-    """Finds the weights that ``train.init_from`` names: a run (its newest complete checkpoint), a checkpoint, or an
-    exported folder.
+    """Finds the weights that ``train.init_from`` names: a run (its newest complete checkpoint, with train.patience the
+    best), a checkpoint, or an exported folder.
 
     Raises:
         UserError: ``given`` is none of these, or is damaged.

@@ -55,6 +55,13 @@ def test_lengths_must_divide_the_tokens(tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("word", ["model.mixers=[lmm]", "train.micro_batch=2", "data={seq_len: 128}"])
+def test_a_setting_of_the_cases_is_refused(word, tmp_path, capsys):
+    assert cli.run(["benchmark", "training", word, "--out", str(tmp_path / "out")]) == 2
+    assert ": given, but this command sets it; leave it out and give --" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_benchmark_without_any_figure_does_not_end_well(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(training, "in_a_process", lambda case, *_: Measurement("lmm", 256, None, None, failure="why"))
     words = ["benchmark", "training", "--models", "lmm,mac", "--lengths", "256", "--tokens", "512"]

@@ -61,6 +61,30 @@ def test_every_study_can_be_planned(target, size):
         assert names <= {column.published for column in asked.columns}, "nothing published is left out"
 
 
+@pytest.mark.parametrize("tokens, steps", [(3072, 1), (102_400, 33)])
+def test_a_decay_fits_into_a_short_run(tokens, steps):
+    trains = [run.config.train for run in runs("table3", models=["lmm"], tokens=tokens)]
+    assert (trains[0].max_steps, trains[0].decay_steps) == (steps, steps - trains[0].warmup_steps)
+    assert all(0 < train.decay_steps <= train.max_steps - train.warmup_steps for train in trains)
+
+
+@pytest.mark.parametrize("option", ["--seeds 1", "--tokens 9", "--rates 1e-3", "--ranks 2", "--memory 80 --dry-run"])
+def test_an_option_that_a_timing_does_not_read_is_refused(option, tmp_path, capsys):
+    words = ["reproduce", "figure8", "--size", "tiny", "--out", str(tmp_path / "out"), *option.split()]
+    assert cli.run(words) == 2
+    name = option.partition(" ")[0]
+    assert f"{name}: given, but figure8 times a few steps of one process; leave it out" in capsys.readouterr().err
+
+
+def test_one_of_several_processes_is_refused(tmp_path, monkeypatch, capsys):
+    """As under torchrun: each process would train runs of its own in a group with the others."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    assert cli.run(["reproduce", "recall", "--size", "tiny", "--out", str(tmp_path / "out")]) == 2
+    assert "starts the processes of its trainings itself: start it once, with --ranks 2, or" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 def test_what_is_submitted_is_there(tmp_path, monkeypatch):
     """The script lies beside the package, also in an installation."""
     (tmp_path / "sbatch").write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" > "{tmp_path}/words"\n')
@@ -392,6 +416,7 @@ def test_published_numbers():
     ("train.max_steps=9", {"tokens": 10**6}, "give --tokens alone"),
     ("evaluation.perplexity.tokens=512", {}, "ask a trained run by titans evaluate"),
     ("evaluation.perplexity.freeze_after=[9]", {}, "ask a trained run by titans evaluate"),
+    ("train.micro_batch=2", {"target": "figure9"}, "time other lengths and batches by titans benchmark training"),
 ])  # fmt: skip
 def test_a_setting_that_the_study_sets_is_refused(word, more, remedy):
     key = "run.dir" if word.startswith("run={") else word.partition("=")[0]
