@@ -140,6 +140,9 @@ class AnswerLoss(NextTokenLoss):
 
     figures = ("loss", "accuracy")
     """Figures that exist for pieces of rows too."""
+    of_one_length: ClassVar[bool] = True
+    """Whether the samples of a row have one length (:class:`PackedQuestions`): they then run side by side, without
+    masks, and each counts the same in the row's mean. False: each answer of a row counts the same."""
 
     def __init__(self, model: nn.Module, cross_entropy: Callable[..., Tensor], best: Callable[[Tensor], Tensor],
                  z_loss: float, write_cost: float, parts: int = 1):  # fmt: skip
@@ -169,7 +172,7 @@ class AnswerLoss(NextTokenLoss):
         here: Tensor | None = None,
     ) -> Tensor | dict[str, Tensor]:  # fmt: skip
         """Compute :meth:`forward` from ids and targets, both (B, T) int64: targets[:, t] is the target of ids[:, t]."""
-        rows, samples = len(ids), equal_samples(reset) if here is None else None
+        rows, samples = len(ids), equal_samples(reset) if self.of_one_length and here is None else None
         split = samples if samples and samples[1] % self.parts == 0 else None  # None: ranks share steps of whole rows
         places = asked
         if split:
