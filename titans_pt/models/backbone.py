@@ -164,7 +164,7 @@ class Backbone(Modules[Block]):
     def check_state(self, state: list[Any] | None, x: Tensor):
         """
         Raises:
-            ValueError: ``state``, the blocks' states, is of another number of rows than x (B, ...), or of another model.
+            ValueError: ``state``, the blocks' states, has other rows than x (B, ...), or is of another model.
         """
         check_kind(state, (list,))
         check_rows(rows(state), x)

@@ -21,8 +21,8 @@ Blocks = Callable[[Tensor, Any, Documents | None], tuple[Tensor, Any]]
 
 
 class Stack(Protocol):
-    """The part of a backbone that its ways use: its blocks in order, their mixers, the call of a block, and the check of
-    the blocks' states."""
+    """The part of a backbone that its ways use: its blocks in order, their mixers, the call of a block, and the check
+    of states."""
 
     @property
     def mixers(self) -> Sequence[Any]: ...
