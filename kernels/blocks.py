@@ -98,11 +98,16 @@ def join(outputs: list[Tensor], blocks: Blocks, length: int) -> Tensor:
     out = outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
     if blocks.index is None or blocks.valid is None:
         return out
-    index, valid = blocks.index.flatten(1), blocks.valid.flatten(1)
-    place = torch.zeros(index.shape[0], length, dtype=torch.int64)
+    return in_order(out, blocks.index, blocks.valid, length)
+
+
+def in_order(x: Tensor, index: Tensor, valid: Tensor, length: int) -> Tensor:
+    """Slots (B, N c, H, F) -> their tokens in order, (B, T, H, F). index, valid: see :class:`Blocks`."""
+    index, valid = index.flatten(1), valid.flatten(1)
+    place = torch.zeros(len(index), length, dtype=torch.int64)
     row, slot = valid.nonzero(as_tuple=True)
     place[row, index[row, slot]] = slot
-    return torch.take_along_dim(out, place.to(out.device)[:, :, None, None], 1)
+    return torch.take_along_dim(x, place.to(x.device)[:, :, None, None], 1)
 
 
 class Layout:

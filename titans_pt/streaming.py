@@ -74,6 +74,8 @@ def prefill(
     """
     if ids.ndim != 2 or ids.shape[1] == 0:
         raise ValueError(f"ids: shape {tuple(ids.shape)}; needs (B, T) with T >= 1")
+    if reset is not None and reset.shape != ids.shape:
+        raise ValueError(f"reset: given shape {tuple(reset.shape)}; must be that of ids, {tuple(ids.shape)}")
     device = device_of(model)
     starts = repeat(None) if reset is None else reset.split(chunk_tokens, dim=1)
     for piece, start in zip(ids.split(chunk_tokens, dim=1), starts, strict=False):

@@ -66,30 +66,30 @@ class MemoryCall:
     @staticmethod
     def given(
         q: Tensor, k: Tensor, v: Tensor, theta: Tensor, eta: Tensor, alpha: Tensor, weights: Weights,
-        network: NetworkShape | None, norm: Weights | None, rule: Rule, own: Own, **options: Any,
+        network: NetworkShape | None, norm: Weights | None, rule: Rule, own: Own,
+        initial_state: MemoryState | None = None, **options: Any,
     ) -> "MemoryCall":  # fmt: skip
         """Call of a memory with given keys, values and gates.
 
-        Gates have any float dtype; gates with one number per head may be (B, T, H). network: None to derive it from
-        weights and norm.
+        Gates and the state have any float dtype; gates with one number per head may be (B, T, H). network: None to
+        derive it from weights and norm.
         """
         dtype = state_dtype(q)
         theta, eta, alpha = (g.to(dtype) if g.dim() == 4 else g.to(dtype).unsqueeze(-1) for g in (theta, eta, alpha))
         own = tuple(gate.to(dtype).unsqueeze(-1) for gate in own)
-        shape = network or NetworkShape.of(weights, norm)
-        return MemoryCall(q, k, v, theta, eta, alpha, weights, shape, norm, rule, own=own, **options)
+        shape, state = network or NetworkShape.of(weights, norm), initial_state and initial_state.to(dtype)
+        return MemoryCall(q, k, v, theta, eta, alpha, weights, shape, norm, rule, own=own, state=state, **options)
 
     @staticmethod
     def authored(
         q: Tensor, author: Author, weights: Weights, network: NetworkShape | None, norm: Weights | None, rule: Rule,
         **options: Any,
     ) -> "MemoryCall":  # fmt: skip
-        """Call of a memory with an author; q (B, T, H, D). network: None to derive it from weights and norm."""
-        gate = q.new_zeros(*q.shape[:-1], 1, dtype=state_dtype(q))
+        """Call of a memory with an author; q (B, T, H, D). Other arguments as in :meth:`given`."""
+        gate = q.new_zeros(q.shape[:-1])
         own = (gate,) * len(rule.gates)
-        shape = network or NetworkShape.of(weights, norm)
-        return MemoryCall(
-            q, q, q, gate, gate, gate, weights, shape, norm, rule, own=own, stale=True, author=author, **options
+        return MemoryCall.given(
+            q, q, q, gate, gate, gate, weights, network, norm, rule, own, stale=True, author=author, **options
         )
 
     @property

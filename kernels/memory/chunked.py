@@ -106,10 +106,7 @@ def chunked_memory(call: MemoryCall, compiled: bool = False) -> tuple[Tensor, Me
     if to_start and not compiled:
         carry[:layers] = [w0 + w for w0, w in zip(begin, carry[:layers], strict=True)]
     parts = [tuple(w.view(batch, heads, *w.shape[1:]) for w in carry[n * layers : (n + 1) * layers]) for n in range(3)]
-    ended = (blocks.offset == 0).tolist()
-    fresh = parts[0] if all(ended) else parts[2]
-    if any(ended) and not all(ended):
-        fresh = choose(torch.tensor(ended, device=device), parts[0], parts[2])
+    fresh = choose((blocks.offset == 0).tolist(), parts[0], parts[2])
     recent = state.recent if wide is None else wide.left()
     return join(outputs, blocks, length), MemoryState(parts[0], parts[1], fresh, blocks.offset, recent)
 

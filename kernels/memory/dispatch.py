@@ -17,7 +17,7 @@ from titans_pt.kernels.memory.native.token import TOKEN
 from titans_pt.kernels.memory.network import NetworkShape
 from titans_pt.kernels.memory.rules import TITANS, Own, Rule
 from titans_pt.kernels.memory.soup import Soup
-from titans_pt.kernels.memory.state import MemoryState, Weights, state_dtype
+from titans_pt.kernels.memory.state import MemoryState, Weights
 
 BACKENDS = ("auto", "triton", "native", "chunked", "naive")
 HAS_TRITON = find_spec("triton") is not None
@@ -95,8 +95,7 @@ def neural_memory(
     with no_autocast(q):
         call = MemoryCall.given(
             q, k, v, theta, eta, alpha, weights, network, norm, rule, own, chunk_size=chunk_size,
-            forget_to=forget_to, state=initial_state and initial_state.to(state_dtype(q)), reset=reset,
-            max_resets=max_resets, save_every=save_every,
+            forget_to=forget_to, initial_state=initial_state, reset=reset, max_resets=max_resets, save_every=save_every,
             stale=stale, soup=soup,
         )  # fmt: skip
         return _served(call, output_final_state, backend)
@@ -138,7 +137,7 @@ def self_modifying_memory(
     with no_autocast(q):
         call = MemoryCall.authored(
             q, author, weights, network, norm, rule, chunk_size=chunk_size, forget_to=forget_to,
-            state=initial_state and initial_state.to(state_dtype(q)), reset=reset, save_every=save_every,
+            initial_state=initial_state, reset=reset, save_every=save_every,
         )  # fmt: skip
         return _served(call, output_final_state, backend)
 

@@ -14,8 +14,11 @@ def state_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-def choose(rows: bool | Tensor, yes: Sequence[Tensor], no: Sequence[Tensor]) -> Weights:
-    """Select ``yes`` or ``no`` row by row, tensors (N, ...). rows: bool (N,), or one bool for all."""
+def choose(rows: bool | list[bool] | Tensor, yes: Sequence[Tensor], no: Sequence[Tensor]) -> Weights:
+    """Select ``yes`` or ``no`` row by row, tensors (N, ...). rows: bool (N,), a list of N, or one bool for all. Nothing
+    is copied for one bool, nor for a list whose items agree."""
+    if isinstance(rows, list):
+        rows = torch.tensor(rows, device=yes[0].device) if any(rows) and not all(rows) else all(rows)
     if isinstance(rows, bool):
         return tuple(yes if rows else no)
     return tuple(torch.where(rows.view(-1, *[1] * (a.dim() - 1)), a, b) for a, b in zip(yes, no, strict=True))

@@ -1,6 +1,7 @@
 """Figures of each token's effect on the memory: an observer of the naive definition, slow and plain on purpose."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -9,7 +10,7 @@ from titans_pt.kernels.memory.call import Author, MemoryCall
 from titans_pt.kernels.memory.naive import naive_memory
 from titans_pt.kernels.memory.network import NetworkShape
 from titans_pt.kernels.memory.rules import TITANS, Own, Rule
-from titans_pt.kernels.memory.state import MemoryState, Weights
+from titans_pt.kernels.memory.state import Weights
 
 
 @dataclass
@@ -40,21 +41,15 @@ def memory_trace(
     *,
     network: NetworkShape | None = None,
     norm: Weights | None = None,
-    chunk_size: int = 16,
-    forget_to: str = "zero",
-    initial_state: MemoryState | None = None,
-    reset: Tensor | None = None,
     rule: Rule = TITANS,
     own: Own = (),
+    **options: Any,
 ) -> Trace:
     """Trace the writes of a memory. Arguments as in :func:`~titans_pt.kernels.memory.neural_memory`, without queries,
-    which write nothing.
+    which write nothing. options: chunk_size, forget_to, initial_state, reset.
     """
-    call = MemoryCall.given(
-        k, k, v, theta, eta, alpha, tuple(weights), network, norm, rule, own, chunk_size=chunk_size,
-        forget_to=forget_to, state=initial_state, reset=reset,
-    )  # fmt: skip
-    return _traced(call)
+    weights = tuple(weights)
+    return _traced(MemoryCall.given(k, k, v, theta, eta, alpha, weights, network, norm, rule, own, **options))
 
 
 @torch.no_grad()
@@ -65,19 +60,12 @@ def self_modifying_trace(
     *,
     network: NetworkShape | None = None,
     norm: Weights | None = None,
-    chunk_size: int = 16,
-    forget_to: str = "zero",
-    initial_state: MemoryState | None = None,
-    reset: Tensor | None = None,
     rule: Rule = TITANS,
+    **options: Any,
 ) -> Trace:
-    """Trace a memory with an author. Arguments as in :func:`~titans_pt.kernels.memory.self_modifying_memory`."""
-    return _traced(
-        MemoryCall.authored(
-            q, author, tuple(weights), network, norm, rule, chunk_size=chunk_size, forget_to=forget_to,
-            state=initial_state, reset=reset,
-        )
-    )  # fmt: skip
+    """Trace a memory with an author. Arguments as in :func:`~titans_pt.kernels.memory.self_modifying_memory`; options
+    as in :func:`memory_trace`."""
+    return _traced(MemoryCall.authored(q, author, tuple(weights), network, norm, rule, **options))
 
 
 def _traced(call: MemoryCall) -> Trace:

@@ -40,8 +40,8 @@ def each(x: Any, count: int) -> list:
     return [rebuilt(x, iter([part[i] for part in parts])) for i in range(count)]
 
 
-def joined(each: list, dim: int = 0) -> Any:
-    """Reverse of :func:`each`: concatenate the tensors along ``dim``."""
+def joined(each: list) -> Any:
+    """Reverse of :func:`each`."""
     if len(each) == 1:
         return each[0]
-    return rebuilt(each[0], (torch.cat(parts, dim) for parts in zip(*map(leaves, each), strict=True)))
+    return rebuilt(each[0], (torch.cat(parts) for parts in zip(*map(leaves, each), strict=True)))

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from titans_pt.kernels.blocks import Blocks, cut
+from titans_pt.kernels.blocks import Blocks, cut, in_order
 from titans_pt.kernels.common import transformed
 from titans_pt.kernels.memory.state import choose
 from titans_pt.kernels.ttt_memory.state import EPS, Parameters, TTTState
@@ -153,9 +153,4 @@ class _Layout:
 
     def unfold(self, x: Tensor) -> Tensor:
         """(n, B, H, c, F) -> (B, T, H, F)."""
-        index, valid = self.index.flatten(1), self.valid.flatten(1)
-        where = torch.zeros(len(index), int(valid[0].sum()), dtype=torch.int64)
-        row, slot = valid.nonzero(as_tuple=True)
-        where[row, index[row, slot]] = slot
-        x = x.permute(1, 0, 3, 2, 4).flatten(1, 2)
-        return torch.take_along_dim(x, where[:, :, None, None].to(x.device), 1)
+        return in_order(x.permute(1, 0, 3, 2, 4).flatten(1, 2), self.index, self.valid, int(self.valid[0].sum()))

@@ -67,6 +67,13 @@ def test_prefill_refuses_nothing(recurrent):
         streaming.prefill(recurrent, torch.zeros(1, 0, dtype=torch.int64), 4)
 
 
+def test_prefill_refuses_starts_of_fewer_tokens(recurrent):
+    """It would read only as many pieces as the starts have."""
+    ids, reset = torch.zeros(1, 8, dtype=torch.int64), torch.zeros(1, 4, dtype=torch.bool)
+    with pytest.raises(ValueError, match=r"reset: given shape \(1, 4\); must be that of ids, \(1, 8\)"):
+        streaming.prefill(recurrent, ids, 4, reset=reset)
+
+
 def test_greedy_takes_the_most_likely_and_is_reproducible(recurrent):
     ids = torch.tensor([[3, 1, 4]])
     first, second = (list(streaming.greedy(recurrent, *streaming.prefill(recurrent, ids, 2), 12)) for _ in range(2))

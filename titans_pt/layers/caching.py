@@ -18,7 +18,6 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -228,13 +227,15 @@ class Caching(nn.Module):
         # In a full row the oldest cache goes: each slot takes the next one's. The row's last slot takes the new cache.
         last = torch.where(ends, held.clamp(max=slots - 1), slots)
         moved = torch.where(ends, torch.where(held == slots, 0, held), slots)
-        weights_of, pools, columns = [], [], []
+        weights_of: list[Weights] = []
+        pools: list[Tensor] = []
+        columns: list[Tensor] = []
         for n in range(slots):
-            shifts, takes = (moved <= n) & (n < last), last == n
+            shifts, takes = ((moved <= n) & (n < last)).tolist(), (last == n).tolist()
             behind = min(n + 1, slots - 1)
-            weights_of.append(_pick(shifts, takes, caches.weights[n], caches.weights[behind], new))
-            pools += _pick(shifts, takes, (caches.pools[n],), (caches.pools[behind],), (pool,))
-            columns.append(torch.where(takes, number, torch.where(shifts, numbers[:, behind], numbers[:, n])))
+            weights_of.append(choose(takes, new, choose(shifts, caches.weights[behind], caches.weights[n])))
+            pools += choose(takes, (pool,), choose(shifts, (caches.pools[behind],), (caches.pools[n],)))
+            columns += choose(takes, (number,), choose(shifts, (numbers[:, behind],), (numbers[:, n],)))
         keys = torch.where(ends.to(keys.device).view(-1, 1, 1), 0.0, keys)
         return Caches(tuple(weights_of), tuple(pools), keys, torch.stack(columns, 1), place)
 
@@ -256,17 +257,3 @@ class Caching(nn.Module):
         held, counted = self.mean_read(length)
         own = Flops(0, 0) if self.u is None else product(self.u.in_features, width) + product(width, held)
         return own + counted * read
-
-
-def _pick(shifts: Tensor, takes: Tensor, stay: Any, behind: Any, new: Any) -> Any:
-    """Choose tensors (B, ...) row by row: ``new`` in rows ``takes``, ``behind`` in rows ``shifts``, ``stay`` elsewhere.
-    No copy if all rows agree."""
-    if bool(takes.all()):
-        return new
-    if bool(shifts.all()):
-        return behind
-    found = stay
-    for rows, chosen in ((shifts, behind), (takes, new)):
-        if bool(rows.any()):
-            found = choose(rows.to(stay[0].device), chosen, found)
-    return found

@@ -45,7 +45,8 @@ def rotation_from(
 
     behind: (B,) int64, what each row's positions are smaller by.
     """
-    if torch.compiler.is_compiling() or behind is not None:
+    # A table of another class, such as FakeTensor, must not serve later calls.
+    if torch.compiler.is_compiling() or behind is not None or type(like) is not Tensor:
         place = torch.arange(first, first + like.shape[1], device=like.device)
         place = place if behind is None else place - behind.to(like.device)[:, None]
         return rotation(place, like.shape[-1], base, like.dtype, scaling)

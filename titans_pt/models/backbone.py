@@ -147,10 +147,7 @@ class Backbone(Modules[Block]):
             raise ValueError(f"x: given shape {tuple(x.shape)}; must have at least one row and one token")
 
         def blocks(x: Tensor, state: list[Any] | None, documents: Documents | None):
-            check_kind(state, (list,))
-            check_rows(rows(state), x)
-            if state is not None and len(state) != len(self):
-                raise ValueError(f"state: given one of {len(state)} blocks; the model has {len(self)}")
+            self.check_state(state, x)
             after = []
             for block, before in zip(self, state or [None] * len(self), strict=True):
                 x, block_state = self.call(in_turn, block, x, before, documents)
@@ -163,6 +160,16 @@ class Backbone(Modules[Block]):
             blocks = partial(way, self, blocks, output_final_state)
         x, after = blocks(x, state, documents)
         return x, after if output_final_state else None
+
+    def check_state(self, state: list[Any] | None, x: Tensor):
+        """
+        Raises:
+            ValueError: ``state``, the blocks' states, has other rows than x (B, ...), or is of another model.
+        """
+        check_kind(state, (list,))
+        check_rows(rows(state), x)
+        if state is not None and len(state) != len(self):
+            raise ValueError(f"state: given one of {len(state)} blocks; the model has {len(self)}")
 
     def flops(self, length: int) -> Flops:
         """Per token, mean over a sequence of ``length`` (one document, prefix not counted as tokens)."""

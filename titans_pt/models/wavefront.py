@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from titans_pt.layers.documents import Documents
-from titans_pt.layers.state import check_rows, compact, rows, tensors
+from titans_pt.layers.state import compact, tensors
 from titans_pt.models.ways import Blocks, Stack, in_turn
 
 
@@ -30,7 +30,7 @@ class Wavefront:
     ) -> tuple[Tensor, Any]:
         if x.shape[1] <= self.tokens:
             return blocks(x, state, documents)
-        check_rows(rows(state), x)
+        backbone.check_state(state, x)
         x, after = wavefront(partial(backbone.call, in_turn), list(backbone), x, state, documents, self.tokens)
         return x, [compact(block_state) for block_state in after]
 

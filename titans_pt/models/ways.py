@@ -21,12 +21,15 @@ Blocks = Callable[[Tensor, Any, Documents | None], tuple[Tensor, Any]]
 
 
 class Stack(Protocol):
-    """The part of a backbone that its ways use: its blocks in order, their mixers, and the call of a block."""
+    """The part of a backbone that its ways use: its blocks in order, their mixers, the call of a block, and the check
+    of states."""
 
     @property
     def mixers(self) -> Sequence[Any]: ...
 
     def call(self, part: Callable, block: nn.Module, *arguments: Any) -> Any: ...
+
+    def check_state(self, state: Any, x: Tensor): ...
 
     def __iter__(self) -> Iterator[Any]: ...
 

@@ -140,6 +140,9 @@ class AnswerLoss(NextTokenLoss):
 
     figures = ("loss", "accuracy")
     """Figures that exist for pieces of rows too."""
+    of_one_length: ClassVar[bool] = True
+    """Whether the samples of a row have one length (:class:`PackedQuestions`): they then run side by side, without
+    masks, and each counts the same in the row's mean. False: each answer of a row counts the same."""
 
     def __init__(self, model: nn.Module, cross_entropy: Callable[..., Tensor], best: Callable[[Tensor], Tensor],
                  z_loss: float, write_cost: float, parts: int = 1):  # fmt: skip
@@ -154,7 +157,7 @@ class AnswerLoss(NextTokenLoss):
             ids: (B, T + 1) int64.
             reset: (B, T) bool, True where a sample starts, preferably on the CPU.
             asked: (B, T) bool, True where the next token is an answer, preferably on the CPU; every row has one.
-            here: (B,) fp32, for a piece of each row: the whole row's number of answers over the number of pieces. The
+            here: (B, T) fp32, for a piece of each row: :meth:`shares` of the whole row, times the number of pieces. The
                 results of all pieces then have the row's results as their mean. None: the rows are whole.
             weight: (B,) fp32 weight of each row in the means; None: all count the same.
 
@@ -169,7 +172,7 @@ class AnswerLoss(NextTokenLoss):
         here: Tensor | None = None,
     ) -> Tensor | dict[str, Tensor]:  # fmt: skip
         """Compute :meth:`forward` from ids and targets, both (B, T) int64: targets[:, t] is the target of ids[:, t]."""
-        rows, samples = len(ids), equal_samples(reset) if here is None else None
+        rows, samples = len(ids), equal_samples(reset) if self.of_one_length and here is None else None
         split = samples if samples and samples[1] % self.parts == 0 else None  # None: ranks share steps of whole rows
         places = asked
         if split:
@@ -181,7 +184,7 @@ class AnswerLoss(NextTokenLoss):
             found = found if split else apart(found, *samples)
             asked, starts = (apart(part, *samples) for part in (asked, reset))
         asked = asked.to(found.device, non_blocking=True)
-        share = asked.to(found.dtype) / (asked.sum(1) if here is None else here).unsqueeze(1)
+        share = asked.to(found.dtype) / asked.sum(1, keepdim=True) if here is None else here
         figures = (found * share.unsqueeze(-1)).sum(1)  # loss and accuracy of each sample or row
         loss, accuracy = figures.view(rows, -1, 2).mean(1).unbind(-1)
         if weight is not None:
@@ -191,6 +194,13 @@ class AnswerLoss(NextTokenLoss):
             return {name: with_weights(figure, weight) for name, figure in means.items()}
         paying = (accuracy >= ENOUGH).to(loss.dtype)
         return nan_unless_finite(with_write_cost(loss.mean(), gates, self.write_cost, paying))
+
+    @classmethod
+    def shares(cls, reset: Tensor, asked: Tensor) -> Tensor:
+        """Share of each answer in its row's mean, (B, T) fp32; see :attr:`of_one_length`."""
+        sample = reset.long().cumsum(1) - 1 if cls.of_one_length else torch.zeros_like(asked, dtype=torch.int64)
+        count = torch.zeros_like(sample).scatter_add(1, sample, asked.long())  # answers of each sample
+        return asked / count.gather(1, sample).clamp(min=1) / (count > 0).sum(1, keepdim=True)
 
     def _more(self, right: Tensor, asked: Tensor, starts: Tensor) -> dict[str, Tensor]:
         """Further figures of each row, (b,), from (b, T) bool masks: right answers, asked places, starts of samples."""
@@ -275,8 +285,8 @@ class AnswersOnly(Task):
              f"with parallel.context > 1 only {' and '.join(AnswerLoss.figures)}")  # fmt: skip
 
     def cut(self, batch: tuple[Tensor, ...], part: int, parts: int) -> tuple[Tensor, ...]:
-        *_, asked = batch
-        return *piece(batch, part, parts), asked.sum(1) / parts
+        _, reset, asked = batch
+        return piece((*batch, parts * self.answer_loss.shares(reset, asked)), part, parts)
 
     def to_device(self, batch: tuple[Tensor, ...], device: torch.device) -> tuple[Tensor | None, ...]:
         """Move ids to the device. Starts of samples and places of answers stay on the host, where they are counted."""

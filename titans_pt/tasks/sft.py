@@ -90,6 +90,12 @@ class PackedDocuments:
         }
 
 
+class DocumentAnswers(WholeAnswers):
+    """:class:`WholeAnswers` of rows whose documents differ in length."""
+
+    of_one_length = False
+
+
 @TASKS.register
 class SupervisedFineTuning(AnswersOnly, Language):
     """The answer to a prompt, or the assistant's messages in a chat."""
@@ -105,7 +111,7 @@ class SupervisedFineTuning(AnswersOnly, Language):
     unit = "nats per token of the answers"
     usual = ("perplexity",)
     figures = ("loss", "accuracy", "whole")
-    answer_loss = WholeAnswers
+    answer_loss = DocumentAnswers
 
     @classmethod
     def check(cls, config: Config, need: Need):

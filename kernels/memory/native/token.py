@@ -94,9 +94,9 @@ class MemoryToken:
         for struct, name, tensors in places:
             setattr(struct, name, _Layers(*(w.data_ptr() for w in tensors)))
         native.run(self._function, self._rows, self._operations, *self._arguments)
-        frozen = _where(fresh, state.weights, state.chunk_weights)
+        frozen = choose(fresh, state.weights, state.chunk_weights)
         offset = [(tokens + 1) % self.chunk_size for tokens in offset]
-        frozen = _where([tokens == 0 for tokens in offset], now, frozen)
+        frozen = choose([tokens == 0 for tokens in offset], now, frozen)
         return MemoryState(now, momentum, frozen, torch.tensor(offset))
 
 
@@ -152,10 +152,3 @@ def _unserved(call: MemoryCall) -> str | None:
 
 
 TOKEN = Backend(_unserved, next_token)
-
-
-def _where(rows: list[bool], yes: Weights, no: Weights) -> Weights:
-    """Select ``yes`` or ``no`` row by row, without a copy if all rows agree."""
-    if all(rows):
-        return yes
-    return choose(torch.tensor(rows), yes, no) if any(rows) else no

@@ -2,8 +2,9 @@
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from titans_pt.layers.rotary import rotate, rotation
+from titans_pt.layers.rotary import rotate, rotation, rotation_from
 
 BASE = 10_000.0
 
@@ -34,3 +35,10 @@ def test_scores_depend_on_distance_alone():
 
     scores = [(at(q, p + 5) * at(k, p)).sum() for p in (0, 1, 9_999_995)]
     torch.testing.assert_close(torch.stack(scores), scores[0].expand(3), rtol=0, atol=1e-8)
+
+
+def test_a_call_on_fake_tensors_leaves_none_to_later_calls():
+    with FakeTensorMode():
+        rotation_from(3, torch.zeros(1, 7, 2, 16), BASE)
+    found = rotation_from(3, torch.zeros(1, 7, 2, 16), BASE)
+    torch.testing.assert_close(found, rotation(torch.arange(3, 10), 16, BASE, torch.float32))

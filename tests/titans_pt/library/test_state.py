@@ -3,6 +3,7 @@
 import copy
 import pickle
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -156,6 +157,14 @@ def test_inspect_goes_on_from_a_state_and_knows_resets():
     reset = torch.zeros(1, 9, dtype=torch.bool)
     reset[0, 5] = True
     torch.testing.assert_close(memory.inspect(x, reset=reset).weight_norm[:, 5:], memory.inspect(x[:, 5:]).weight_norm)
+
+
+@pytest.mark.parametrize("make", [NeuralMemory, partial(mixer, "hope")])
+def test_inspect_takes_a_state_of_another_precision(make):
+    layer, x = make(16, n_heads=2), torch.randn(1, 9, 16)
+    _, state = layer(x[:, :5])
+    found = layer.inspect(x[:, 5:], state).surprise
+    torch.testing.assert_close(layer.double().inspect(x[:, 5:].double(), state).surprise, found, rtol=1e-3, atol=1e-4)
 
 
 def test_inspect_in_inference_mode():

@@ -43,6 +43,14 @@ def test_a_diagonal_starts_with_its_last_layer():
     assert x.tolist() == [list(range(10))]
 
 
+def test_a_state_of_another_number_of_blocks_is_refused():
+    short, long = (build_model(small_config(["lmm"], n_layers=n)) for n in (2, 3))
+    ids = torch.zeros(1, 20, dtype=torch.int64)
+    short.blocks.set_wavefront(8)
+    with pytest.raises(ValueError, match="state: given one of 3 blocks; the model has 2"):
+        short(ids, long(ids)[1])
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("mixer", ["lmm", "mag", "gated_deltanet"])
 def test_streams_on_a_gpu(mixer):

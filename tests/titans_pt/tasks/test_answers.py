@@ -22,7 +22,8 @@ from titans_pt.layers.memory_gates import MemoryGates
 from titans_pt.parallel import RankGroup, TensorParallel
 from titans_pt.runs import checkpoints
 from titans_pt.tasks import TASKS
-from titans_pt.tasks.answers import PackedQuestions, answered, apart, equal_samples
+from titans_pt.tasks.answers import AnswerLoss, AnswersOnly, PackedQuestions, answered, apart, equal_samples
+from titans_pt.tasks.sft import DocumentAnswers
 from titans_pt.training import loop
 from titans_pt.training.metrics import read_metrics
 
@@ -146,8 +147,27 @@ def test_pieces_of_rows_have_their_share_of_the_answers():
     for whole, parts in ((ids[:, :-1], [p[0][:, :-1] for p in pieces]), (ids[:, 1:], [p[0][:, 1:] for p in pieces]),
                          (reset, [p[1] for p in pieces]), (asked, [p[2] for p in pieces])):  # fmt: skip
         assert torch.equal(whole, torch.cat(parts, 1))
-    shares = torch.stack([piece[2].sum(1) / piece[3] for piece in pieces])
+    shares = torch.stack([piece[3].sum(1) for piece in pieces])
     assert torch.allclose(shares.mean(0), torch.ones(3)) and (shares == 0).any()
+
+
+@pytest.mark.parametrize("kind", [AnswerLoss, DocumentAnswers])
+def test_pieces_weigh_answers_as_whole_rows_do(kind):
+    """The first sample of the row has one answer, the second three."""
+    _, whole = objective("model.mixers=[lmm]")
+    task = SimpleNamespace(answer_loss=kind)
+    ids = torch.randint(0, 64, (1, 9), generator=torch.Generator().manual_seed(1))
+    reset, asked = torch.zeros(2, 1, 8, dtype=torch.bool)
+    reset[0, [0, 4]] = asked[0, [1, 4, 5, 6]] = True
+    loss = kind(whole.model, whole.cross_entropy, whole.best, 0.0, 0.0)
+    expected = float(loss(ids, reset, asked))
+    found = []
+    losses = loss._losses(loss.model(ids[:, :-1], reset=reset, head=False)[0], ids[:, 1:])[..., 0]
+    for part in range(2):
+        *_, asked_here, here = AnswersOnly.cut(task, (ids, reset, asked), part, 2)
+        assert torch.equal(here > 0, asked_here)
+        found.append((losses[:, 4 * part : 4 * part + 4] * here).sum())
+    assert float(torch.stack(found).mean()) == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.thorough

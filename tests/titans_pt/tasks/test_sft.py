@@ -15,6 +15,7 @@ from titans_pt import cli
 from titans_pt.config.files import load_config
 from titans_pt.errors import UserError
 from titans_pt.tasks import task_of
+from titans_pt.tasks.answers import equal_samples
 from titans_pt.training import loop
 from titans_pt.training.metrics import read_metrics
 
@@ -84,7 +85,9 @@ def test_the_order_is_a_function_of_seed_and_position(configured):
 
 
 def test_the_loss_is_that_of_the_completions(configured):
-    """Equal to the cross-entropy at the completions of each document read alone, the mean over a row's tokens."""
+    """Equal to the cross-entropy at the completions of each document read alone, the mean over a row's tokens.
+
+    Also in full rows of a longer and a shorter document, whose starts look like those of equal samples and a rest."""
     task = task_of(configured("train.precision=fp32"))
     data, torch_seed = task.open(), torch.manual_seed(0)
     assert torch_seed
@@ -92,15 +95,19 @@ def test_the_loss_is_that_of_the_completions(configured):
     from titans_pt.parallel import RankGroup
 
     objective = task.objective(model, RankGroup(0, 1))
-    ids, reset, asked = (torch.from_numpy(part)[None] for part in data.train.sample(0))
-    found = objective(ids, reset, asked, weight=torch.ones(1))
-    losses = []
-    for document in data.train.row(0):
-        own = torch.from_numpy(data.train.dataset.document(document).astype(np.int64))[None]
-        logits = model(own)[0].log_softmax(-1)
-        (begin, end) = data.train.answers.of(document, own.shape[1])[0]
-        losses += [-logits[0, i - 1, own[0, i]] for i in range(begin, end)]
-    assert found["loss"].item() == pytest.approx(torch.stack(losses).mean().item(), rel=1e-5)
+    layouts = set()
+    for position in range(len(data.train)):
+        ids, reset, asked = (torch.from_numpy(part)[None] for part in data.train.sample(position))
+        layouts.add(equal_samples(reset))
+        found = objective(ids, reset, asked, weight=torch.ones(1))
+        losses = []
+        for document in data.train.row(position):
+            own = torch.from_numpy(data.train.dataset.document(document).astype(np.int64))[None]
+            logits = model(own)[0].log_softmax(-1)
+            (begin, end) = data.train.answers.of(document, own.shape[1])[0]
+            losses += [-logits[0, i - 1, own[0, i]] for i in range(begin, end)]
+        assert found["loss"].item() == pytest.approx(torch.stack(losses).mean().item(), rel=1e-5)
+    assert layouts - {None}
 
 
 def test_documents_that_do_not_fit_are_refused_or_skipped(configured, tmp_path, capsys):

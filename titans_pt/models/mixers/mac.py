@@ -268,7 +268,7 @@ class MAC(MemoryMixer):
         for piece, *own, own_k, own_v in _cut(list(segments.pieces()), x, q, plain, k[:, -length:], v[:, -length:]):
             recall, write = self._steps(segments.whole(piece))
             current = self.memory.end_weights(memory) if memory else initial
-            read_weights = _choose(piece.new_segment, _choose(piece.new_document, initial, current), read_weights)
+            read_weights = choose(piece.new_segment, choose(piece.new_document, initial, current), read_weights)
             if piece.groups:
                 chosen = segments.selection(piece.groups, x.device)
                 new_k, new_v = recall(
@@ -356,12 +356,3 @@ def _cut(pieces: list[Piece], *tensors: Tensor) -> Iterator[tuple[Any, ...]]:
     sizes = [piece.end - piece.begin for piece in pieces]
     # One split: separate slices would each fill a tensor of the whole length in the backward pass.
     return zip(pieces, *(y.split(sizes, 1) for y in tensors), strict=True)
-
-
-def _choose(rows: list[bool], yes: tuple[Tensor, ...], no: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Tensors (B, H, d_in, d_out): ``yes`` in rows where ``rows`` (B) is True, else ``no``. No copy if all agree."""
-    if all(rows):
-        return yes
-    if not any(rows):
-        return no
-    return choose(torch.tensor(rows, device=yes[0].device), yes, no)

@@ -115,12 +115,17 @@ class LinearMemoryMixer(Mixer):
         return CHUNK
 
 
-class HeadWidthMixer(LinearMemoryMixer):
-    """A linear memory whose setting ``head_width`` says how many heads model.d_model has."""
+class HeadWidths(Mixer):
+    """A mixer whose setting ``head_width`` says how many heads model.d_model has."""
 
     @classmethod
     def heads(cls, config: ModelConfig) -> tuple[str, int]:
+        """The setting that gives the number of heads, and the number."""
         return f"model.d_model / model.{cls.name}.head_width", config.d_model // cls.settings(config).head_width
+
+    @classmethod
+    def split_sizes(cls, config: ModelConfig) -> dict[str, int]:
+        return dict([cls.heads(config)])
 
     @classmethod
     def defaults(cls, config: ModelConfig, length: int | None = None) -> dict[str, Any]:
@@ -135,6 +140,10 @@ class HeadWidthMixer(LinearMemoryMixer):
             width,
             f"must divide model.d_model={config.model.d_model}",
         )
+
+
+class HeadWidthMixer(HeadWidths, LinearMemoryMixer):
+    """A linear memory of :class:`HeadWidths`."""
 
 
 class ExpansionMixer(LinearMemoryMixer):

@@ -1,13 +1,13 @@
 """Common block of TTT-Linear and TTT-MLP: the authors' "Mamba backbone" (arXiv 2407.04620, Section 2.7)."""
 
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from titans_pt.config import Config, ModelConfig, Positive, Section
+from titans_pt.config import ModelConfig, Positive, Section
 from titans_pt.layers.convolution import ShortConvolution
 from titans_pt.layers.documents import Documents
 from titans_pt.layers.flops import Flops
@@ -15,8 +15,7 @@ from titans_pt.layers.norm import RMSNorm
 from titans_pt.layers.recurrence import varying
 from titans_pt.layers.sharding import Shard
 from titans_pt.layers.ttt import TestTimeTraining, TestTimeTrainingState
-from titans_pt.models.mixers.base import Mixer, Need
-from titans_pt.models.mixers.recurrent import fitting_width
+from titans_pt.models.mixers.recurrent import HeadWidths
 
 
 class TTTSettings(Section):
@@ -39,7 +38,7 @@ class TTTMixerState:
     ttt: TestTimeTrainingState
 
 
-class TTTMixer(Mixer):
+class TTTMixer(HeadWidths):
     """b = conv(RMSNorm(x)); b + ttt(RMSNorm(x + b)): x, the residual stream itself, first gets a branch of its own."""
 
     expansion: ClassVar[int | None] = None
@@ -68,20 +67,6 @@ class TTTMixer(Mixer):
             d, settings.head_width, settings.mini_batch, settings.base_lr, self.expansion, config.conv_width,
             config.rope_base,
         )  # fmt: skip
-
-    @classmethod
-    def defaults(cls, config: ModelConfig, length: int | None = None) -> dict[str, Any]:
-        return fitting_width(cls, config.d_model)
-
-    @classmethod
-    def check(cls, config: Config, need: Need):
-        d, width = config.model.d_model, cls.settings(config.model).head_width
-        need(d % width == 0, f"model.{cls.name}.head_width", width, f"must divide model.d_model={d}")
-
-    @classmethod
-    def split_sizes(cls, config: ModelConfig) -> dict[str, int]:
-        width = cls.settings(config).head_width
-        return {f"model.d_model / model.{cls.name}.head_width": config.d_model // width}
 
     def set_progress(self, done: float):
         self.ttt.risen = varying(0.1 + 0.9 * min(1.0, done / self.warmup) if self.warmup else 1.0)
