@@ -336,6 +336,17 @@ def test_full_disk_changes_nothing_and_finished_parts_are_kept(config, tmp_path,
     assert prepare(config(), force=existing)["splits"]["train"]["documents"] > 100
 
 
+def test_a_disk_that_fails_is_no_setting_of_the_users(config, tmp_path, monkeypatch):
+    """No other folder is asked for: the same command continues, as the program says of such an error."""
+
+    def fails_now(*_):
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    monkeypatch.setattr(IndexedWriter, "extend", fails_now)
+    with pytest.raises(OSError, match=f"Stale file handle: '{tmp_path / 'data'}'"):
+        prepare(config())
+
+
 def test_a_file_where_the_folder_should_be(config, tmp_path):
     (tmp_path / "data").write_text("a file")
     with pytest.raises(UserError, match="data.dir=.*cannot write token files"):
@@ -366,7 +377,7 @@ def test_a_folder_left_half_moved_counts_as_empty(config, tmp_path, monkeypatch)
             raise OSError(errno.EIO, "Input/output error")
         replace(source, target)
 
-    with monkeypatch.context() as patch, pytest.raises(UserError, match="Input/output error"):
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="Input/output error"):
         patch.setattr(module.os, "replace", stop)
         prepare(config(model={"vocab_size": 300}), force=True)
     with pytest.raises(UserError, match="no token files"):
