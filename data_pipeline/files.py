@@ -199,7 +199,7 @@ def _is_folder(entry: os.DirEntry) -> bool:
         return False
 
 
-def _format(path: Path, named: bool = False) -> tuple[str, str] | None:
+def _format(path: Path, named: bool) -> tuple[str, str] | None:
     """Format by file name: (.txt, .jsonl or .parquet; suffix of the compression or ""); None if it is not read.
 
     Args:
@@ -371,7 +371,7 @@ def _foreign_encoding(path: Path, start: int) -> Rejected | None:
 def _separator(source: SourceConfig) -> re.Pattern[bytes] | None:
     """Pattern of the separator of documents in a source's .txt files, with any line ends; None: no separator."""
     root = Path(source.location)
-    lone = root.is_file() and (_format(root) or ("", ""))[0] == ".txt"
+    lone = root.is_file() and _format_of(root)[0] == ".txt"
     separator = "\n\n" * lone if source.separator is None else source.separator
     escaped = re.escape(replace_surrogates(separator).encode()).replace(b"\\\n", _NEWLINE)
     return re.compile(escaped) if separator else None

@@ -360,6 +360,20 @@ def test_folder_without_permission(config, tmp_path):
     fails(config(), tmp_path / "data", "data.dir=", "Permission denied", "make the folder writable")
 
 
+def test_a_source_in_a_folder_that_may_not_be_entered(config, tmp_path, monkeypatch):
+    """Its own setting is named, not data.dir, which any OSError of titans prepare seems to concern."""
+    real = os.stat
+
+    def closed(path, *args, **how):
+        if "closed" in str(path):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return real(path, *args, **how)
+
+    monkeypatch.setattr(os, "stat", closed)
+    source = {"kind": "files", "path": str(tmp_path / "closed" / "text.txt")}
+    fails(config(data={"sources": [source]}), tmp_path / "data", "data.sources: path=", "Permission denied; set it to")
+
+
 def test_permission_refused_by_the_system(config, tmp_path, monkeypatch):
     def refuse(*_):
         raise PermissionError(errno.EACCES, "Permission denied")
