@@ -400,16 +400,6 @@ def test_a_folder_left_half_moved_counts_as_empty(config, tmp_path, monkeypatch)
     assert names(tmp_path / "data") == FILES and TokenFiles.open(config()).manifest == manifest
 
 
-def test_a_failing_disk_is_no_damage(tmp_path, monkeypatch):
-    def broken(path):
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    monkeypatch.setattr(Path, "read_bytes", broken)
-    with pytest.raises(OSError, match="Input/output error") as error:
-        read_manifest(tmp_path)
-    assert error.value.filename == str(tmp_path / "manifest.json")
-
-
 def test_one_process_at_a_time(config, tmp_path):
     (tmp_path / "data").mkdir()
     handle = os.open(tmp_path / "data", os.O_RDONLY)
