@@ -13,6 +13,7 @@ from titans_pt.config import Config, DataConfig, SourceConfig
 from titans_pt.data_pipeline.indexed import REMEDY
 from titans_pt.data_pipeline.text import utf8
 from titans_pt.errors import UserError
+from titans_pt.tools.files import unreadable
 from titans_pt.tools.sealed import read_sealed
 from titans_pt.tools.tensor_files import sha256
 
@@ -58,7 +59,7 @@ def damage(folder: Path, manifest: dict, names: Iterable[str] | None = None, rea
             elif read and sha256(folder / name) != written["sha256"]:
                 found[name] = "its checksum is not that of the manifest"
         except OSError as error:
-            found[name] = error.strerror or str(error)
+            found[name] = unreadable(folder / name, error)
     return found
 
 

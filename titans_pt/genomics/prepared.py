@@ -17,7 +17,7 @@ from titans_pt.errors import UserError
 from titans_pt.genomics.alphabet import LETTERS, encoded
 from titans_pt.genomics.baselines import baselines, distinct
 from titans_pt.genomics.sets import SPLITS, LabelledSet, Split
-from titans_pt.tools.files import write_atomically, write_text
+from titans_pt.tools.files import unreadable, write_atomically, write_text
 from titans_pt.tools.sealed import read_sealed, seal
 
 FORMAT = 1
@@ -123,7 +123,8 @@ def read(folder: Path) -> PreparedSet:
         if _checksum(manifest["classes"], arrays) != manifest["sha256"]:
             raise ValueError(f"other sequences than {MANIFEST} says")
     except (OSError, ValueError, KeyError, EOFError, zlib.error, zipfile.BadZipFile) as error:
-        raise UserError(f"{folder / SEQUENCES}: damaged ({' '.join(str(error).split())}); {_REMEDY}") from None
+        path = folder / SEQUENCES
+        raise UserError(f"{path}: damaged ({unreadable(path, error)}); {_REMEDY}") from None
     letters = np.zeros(256, np.uint8)
     letters[encoded(LETTERS)] = np.frombuffer(LETTERS, np.uint8)
     splits = {}
