@@ -10,6 +10,7 @@ from titans_pt.data_pipeline.files import arrow_file
 from titans_pt.data_pipeline.indexed import IndexedDataset
 from titans_pt.data_pipeline.parts import ANSWERS
 from titans_pt.errors import UserError
+from titans_pt.tools.files import unreadable
 
 
 class Answers:
@@ -34,7 +35,7 @@ class Answers:
                     )
                 found = table.read([ANSWERS.name])[ANSWERS.name].combine_chunks()
         except (pyarrow.ArrowException, OSError, ValueError) as error:
-            raise UserError(f"{path}: damaged ({' '.join(str(error).split())[:200]}); {remedy}") from None
+            raise UserError(f"{path}: damaged ({unreadable(path, error)[:200]}); {remedy}") from None
         if len(found) != len(stream.document_starts):
             raise UserError(f"{path}: has {len(found)} documents, its .idx {len(stream.document_starts)}; {remedy}")
         self._ends = np.cumsum(found.value_lengths().fill_null(0).to_numpy(zero_copy_only=False), dtype=np.int64)

@@ -25,6 +25,7 @@ from titans_pt.config.names import SETTINGS, is_of_a_run
 from titans_pt.data_pipeline.manifest import MANIFEST
 from titans_pt.data_pipeline.text import one_line, replace_surrogates
 from titans_pt.errors import UserError
+from titans_pt.tools.files import unreadable
 
 
 def _zstd(path: Path, _mode: str) -> io.BufferedReader:
@@ -199,7 +200,7 @@ def _is_folder(entry: os.DirEntry) -> bool:
         return False
 
 
-def _format(path: Path, named: bool = False) -> tuple[str, str] | None:
+def _format(path: Path, named: bool) -> tuple[str, str] | None:
     """Format by file name: (.txt, .jsonl or .parquet; suffix of the compression or ""); None if it is not read.
 
     Args:
@@ -242,13 +243,14 @@ def obstacle(path: Path) -> Rejected | None:
             link = f"a link to {os.readlink(path)}, " if os.path.islink(path) else ""
             return Rejected(str(path), f"{link}a folder that it is in itself", "remove the link")
     except OSError as error:
+        reason = unreadable(path, error)
         if os.path.islink(path):
             return Rejected(
                 str(path),
-                f"a link to {os.readlink(path)}, which cannot be followed ({error.strerror})",
+                f"a link to {os.readlink(path)}, which cannot be followed ({reason})",
                 "restore what it leads to, or remove the link",
             )
-        return Rejected(str(path), f"unreadable ({error.strerror})", "replace or remove it")
+        return Rejected(str(path), f"unreadable ({reason})", "replace or remove it")
     if not stat.S_ISREG(mode):
         return Rejected(str(path), "a pipe or device, not a file", "write what it gives to a file, or remove it")
     return None
@@ -277,7 +279,8 @@ def pieces(path: Path, source: SourceConfig, target: int) -> Iterator[tuple[int,
     elif kind == ".parquet":
         try:
             footer = parquet.read_metadata(arrow_file(path))
-        except (pyarrow.ArrowException, OSError, UnicodeDecodeError):
+        except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
+            unreadable(path, error)  # raises if its server failed
             yield 0, None, size
             return
         start, total = 0, 0
@@ -296,7 +299,11 @@ def pieces(path: Path, source: SourceConfig, target: int) -> Iterator[tuple[int,
 
 
 def rows(path: Path, source: SourceConfig, start: int, stop: int | None) -> Iterator[SourceRow | Rejected]:
-    """Yields the rows of one piece of a file, in order, and :class:`Rejected` in place of unreadable input."""
+    """Yields the rows of one piece of a file, in order, and :class:`Rejected` in place of unreadable input.
+
+    Raises:
+        OSError: the file's server failed, one of SERVER_FAILED.
+    """
     if rejected := obstacle(path) or _foreign_encoding(path, start):
         yield rejected
         return
@@ -311,7 +318,7 @@ def rows(path: Path, source: SourceConfig, start: int, stop: int | None) -> Iter
     except UnicodeDecodeError as error:
         yield Rejected(str(path), f"not UTF-8 at byte {error.start}", "convert or remove it")
     except (EOFError, OSError, zlib.error, lzma.LZMAError, pyarrow.ArrowException) as error:
-        reason = getattr(error, "strerror", None) or str(error)
+        reason = unreadable(path, error)
         if "too much memory for decoding" in reason:  # a window of more than 128 MB; the file is not damaged
             yield Rejected(
                 str(path),
@@ -319,7 +326,7 @@ def rows(path: Path, source: SourceConfig, start: int, stop: int | None) -> Iter
                 f"decompress it: zstd -d --rm --long=31 {quote(str(path))}",
             )
         else:
-            yield Rejected(str(path), f"unreadable or truncated ({' '.join(reason.split())})", "replace or remove it")
+            yield Rejected(str(path), f"unreadable or truncated ({reason})", "replace or remove it")
 
 
 def hash_piece(path: Path, start: int, stop: int | None, update: Callable[[bytes], None]) -> None:
@@ -340,8 +347,8 @@ def hash_piece(path: Path, start: int, stop: int | None, update: Callable[[bytes
             while data := file.read(_HASHED if left is None else min(_HASHED, left)):
                 update(data)
                 left = None if left is None else left - len(data)
-    except (pyarrow.ArrowException, OSError):
-        return
+    except (pyarrow.ArrowException, OSError) as error:
+        unreadable(path, error)  # raises if its server failed
 
 
 def _begin(footer: parquet.FileMetaData, group: int) -> int:
@@ -371,7 +378,7 @@ def _foreign_encoding(path: Path, start: int) -> Rejected | None:
 def _separator(source: SourceConfig) -> re.Pattern[bytes] | None:
     """Pattern of the separator of documents in a source's .txt files, with any line ends; None: no separator."""
     root = Path(source.location)
-    lone = root.is_file() and (_format(root) or ("", ""))[0] == ".txt"
+    lone = root.is_file() and _format_of(root)[0] == ".txt"
     separator = "\n\n" * lone if source.separator is None else source.separator
     escaped = re.escape(replace_surrogates(separator).encode()).replace(b"\\\n", _NEWLINE)
     return re.compile(escaped) if separator else None
@@ -496,10 +503,9 @@ def _parquet(path: Path, source: SourceConfig, start: int, stop: int | None) -> 
                             yield SourceRow(where, str(path), number, values)
                         number += 1
             except (pyarrow.ArrowException, OSError) as error:
-                reason = " ".join(str(error).split())
                 yield Rejected(
                     f"{path}, rows {number} to {after - 1}",
-                    f"unreadable or truncated ({reason})",
+                    f"unreadable or truncated ({unreadable(path, error)})",
                     "replace or remove the file",
                 )
                 number = after

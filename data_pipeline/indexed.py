@@ -25,7 +25,7 @@ from pathlib import Path
 import numpy as np
 
 from titans_pt.errors import UserError
-from titans_pt.tools.files import flush_to_disk
+from titans_pt.tools.files import flush_to_disk, unreadable
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
@@ -169,6 +169,7 @@ class IndexedDataset:
     Raises:
         UserError: a file is missing, truncated, or not of this format; from methods that read tokens: their part of the
             file is damaged.
+        OSError: the files' server failed, one of SERVER_FAILED.
     """
 
     def __init__(self, path_prefix: str | Path, vocab_size: int | None = None, checked: bool = False):
@@ -179,7 +180,8 @@ class IndexedDataset:
             with open(idx, "rb") as file:
                 header = file.read(HEADER.size)
         except OSError as error:
-            raise UserError(f"{error.filename}: {error.strerror}; {REMEDY}") from None
+            place = Path(error.filename or idx)
+            raise UserError(f"{place}: {unreadable(place, error)}; {REMEDY}") from None
         if len(header) < HEADER.size:
             raise UserError(f"{idx}: truncated ({idx_bytes} bytes); {REMEDY}")
         magic, version, code, count, document_count = HEADER.unpack(header)
@@ -213,7 +215,7 @@ class IndexedDataset:
         try:
             pages = np.fromfile(path, "<u4")
         except OSError as error:
-            raise UserError(f"{path}: {error.strerror}; {REMEDY}") from None
+            raise UserError(f"{path}: {unreadable(path, error)}; {REMEDY}") from None
         if len(pages) != -(-self._stream.nbytes // PAGE):
             raise UserError(f"{path}: {len(pages)} checksums for {self._stream.nbytes} bytes of .bin; {REMEDY}")
         return pages

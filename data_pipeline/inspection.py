@@ -19,6 +19,7 @@ from titans_pt.data_pipeline.packing import Mixture, PackedSamples, TokenFiles
 from titans_pt.data_pipeline.text import one_line
 from titans_pt.data_pipeline.tokenizers import Tokenizer
 from titans_pt.errors import UserError
+from titans_pt.tools.files import unreadable
 
 _EXCERPT = 160
 """Characters shown of a document."""
@@ -84,7 +85,7 @@ def document_place(stream: IndexedDataset, j: int) -> dict:
                     return place
                 j -= rows
     except (pyarrow.ArrowException, OSError, ValueError, LookupError) as error:
-        raise UserError(f"{path}: damaged ({' '.join(str(error).split())[:200]}); {REMEDY}") from None
+        raise UserError(f"{path}: damaged ({unreadable(path, error)[:200]}); {REMEDY}") from None
     raise UserError(f"{path}: truncated, or of another run; {REMEDY}")
 
 

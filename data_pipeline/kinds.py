@@ -1,5 +1,6 @@
 """Kinds of sources (data.sources.kind): where a source's pieces are, and what is in one."""
 
+import os
 import platform
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -217,7 +218,7 @@ class Indexed(Kind):
 
     def version(self, cached: bool, times: bool) -> list:
         prefix = self.source.location
-        if prefix.endswith((".bin", ".idx")) and not Path(f"{prefix}.idx").exists():
+        if prefix.endswith((".bin", ".idx")) and not os.path.exists(f"{prefix}.idx"):
             raise UserError(f"data.sources: path: given {prefix!r}; leave {prefix[-4:]} out")
         IndexedDataset(prefix)  # raises if anything is the matter
         return [_state(Path(f"{prefix}{suffix}"), times) for suffix in (".bin", ".idx")]
@@ -248,7 +249,7 @@ def of_source(source: SourceConfig) -> Kind:
 def _is_in(folder: Path, source: SourceConfig) -> bool:
     """Whether ``folder``, a resolved path, is the one at the source's path or in it."""
     root = Path(source.location).resolve()
-    return root.is_dir() and folder.is_relative_to(root)
+    return os.path.isdir(root) and folder.is_relative_to(root)  # False in a folder that may not be entered
 
 
 def _state(path: Path, times: bool) -> list[int]:

@@ -13,8 +13,8 @@ from titans_pt.config import Config, DataConfig, SourceConfig
 from titans_pt.data_pipeline.indexed import REMEDY
 from titans_pt.data_pipeline.text import utf8
 from titans_pt.errors import UserError
-from titans_pt.tools.files import DISK_FAILED, naming
-from titans_pt.tools.sealed import unseal
+from titans_pt.tools.files import unreadable
+from titans_pt.tools.sealed import read_sealed
 from titans_pt.tools.tensor_files import sha256
 
 MANIFEST = "manifest.json"
@@ -35,19 +35,9 @@ def read_manifest(folder: Path) -> dict | None:
         OSError: the disk failed, one of DISK_FAILED.
     """
     path = folder / MANIFEST
-    try:
-        with naming(path):
-            manifest = unseal(path.read_bytes())
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except OSError as error:
-        if error.errno in DISK_FAILED:
-            raise
-        raise UserError(f"{path}: {error.strerror}; {REMEDY}") from None
-    except ValueError as error:
-        raise UserError(f"{path}: damaged ({error}); {REMEDY}") from None
-    if manifest.get("format") in READABLE and (missing := [key for key in _NEEDED if not manifest.get(key)]):
-        raise UserError(f"{path}: damaged ({missing[0]!r} is missing); {REMEDY}")
+    manifest = read_sealed(path, REMEDY)
+    if manifest and manifest.get("format") in READABLE and (lost := [key for key in _NEEDED if not manifest.get(key)]):
+        raise UserError(f"{path}: damaged ({lost[0]!r} is missing); {REMEDY}")
     return manifest
 
 
@@ -69,7 +59,7 @@ def damage(folder: Path, manifest: dict, names: Iterable[str] | None = None, rea
             elif read and sha256(folder / name) != written["sha256"]:
                 found[name] = "its checksum is not that of the manifest"
         except OSError as error:
-            found[name] = error.strerror or str(error)
+            found[name] = unreadable(folder / name, error)
     return found
 
 

@@ -64,7 +64,7 @@ from titans_pt.data_pipeline.tokenizers import (
 )
 from titans_pt.errors import Unreachable, UserError
 from titans_pt.genomics.markov import Floor, markov_floor
-from titans_pt.tools.files import write_atomically
+from titans_pt.tools.files import DISK_FAILED, naming, write_atomically
 from titans_pt.tools.locks import folder_locked
 from titans_pt.tools.sealed import seal
 from titans_pt.tools.tensor_files import describe
@@ -104,6 +104,7 @@ def prepare(config: Config, force: bool = False, shard: tuple[int, int] | None =
         UserError: bad source, a tokenizer of more entries than model.vocab_size, an empty split, folder not writable,
             disk full, a damaged manifest, token files of other settings in data.dir. Files in the folder stay. If
             the last step fails, which moves new files into place, they may lack a manifest: they then count as none.
+        OSError: the disk failed, one of DISK_FAILED.
     """
     folder = Path(config.data.dir)
     old = None if force else read_manifest(folder)
@@ -134,7 +135,7 @@ def prepare(config: Config, force: bool = False, shard: tuple[int, int] | None =
     created, began = not folder.exists(), time.perf_counter()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with folder_locked(folder, "data.dir", "titans prepare", shared=shard is not None):
+        with naming(folder), folder_locked(folder, "data.dir", "titans prepare", shared=shard is not None):
             # Named by its inputs: parts begun with other settings or text are never mistaken for ours.
             inputs = f"{PARTS} {fingerprint}{''.join(_names(config.data))}"
             build = folder / _BUILD / hashlib.sha256(inputs.encode()).hexdigest()[:16]
@@ -148,6 +149,8 @@ def prepare(config: Config, force: bool = False, shard: tuple[int, int] | None =
                 if shard is None:  # else other processes may be at work there
                     _keep_finished(build)
     except OSError as error:
+        if error.errno in DISK_FAILED:
+            raise
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         reason = "disk full; free space" if full else f"{error.strerror or error}; make the folder writable"
         raise UserError(

@@ -133,7 +133,7 @@ class HuggingFaceTokenizer(Tokenizer):
     def _put_first(self) -> str | None:
         """Token that the file itself puts before a text; None if there is none."""
         marked, alone = self._tokenizer.encode("a"), self._tokenizer.encode("a", add_special_tokens=False)
-        return marked.tokens[0] if alone.ids in (marked.ids[1:], marked.ids[1:-1]) else None
+        return next(iter(marked.tokens), None) if alone.ids in (marked.ids[1:], marked.ids[1:-1]) else None
 
     def _id(self, token: str | None) -> int:
         found = None if token is None else self._tokenizer.token_to_id(token)
@@ -193,7 +193,11 @@ def _config(path: Path) -> dict:
         tree = None
     if not isinstance(tree, dict):
         raise UserError(f"tokenizer {path.parent / CONFIG}: not valid JSON; copy it again")
-    return tree | {key: _content(tree.get(key)) for key in CONTROLS}
+    found = {key: _content(tree.get(key)) for key in CONTROLS}
+    for key, token in found.items():
+        if not isinstance(token, str | None):
+            raise UserError(f"tokenizer {path.parent / CONFIG}: {key} is {token!r}, not a text; repair it")
+    return tree | found
 
 
 def _chat_template(path: Path, config: dict) -> str | None:

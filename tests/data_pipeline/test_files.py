@@ -1,6 +1,7 @@
 """Files of a folder: which ones are read, reported as unread or refused, and their allowed content."""
 
 import bz2
+import errno
 import gzip
 import hashlib
 import json
@@ -143,6 +144,32 @@ def test_a_folder_that_may_not_be_entered_is_rejected_in_one_line(tmp_path, monk
     monkeypatch.setattr(os, "scandir", lambda path: closed(path, real_scan))
     assert [path.name for path in of_source(files(tmp_path)).listing().files] == ["a.txt", "closed"]
     fails(tmp_path, "closed: unreadable (Permission denied); replace or remove it")
+
+
+@pytest.mark.parametrize(("name", "call"), [
+    ("a.jsonl", "titans_pt.data_pipeline.files._opened"), ("a.txt", "titans_pt.data_pipeline.files._opened"),
+    ("a.parquet", "pyarrow.parquet.ParquetFile.iter_batches"), ("a.parquet", "pyarrow.parquet.read_metadata"),
+    ("a.fa", "titans_pt.genomics.fasta._records"), ("a.jsonl", "os.stat"),
+])  # fmt: skip
+def test_a_server_that_fails_is_no_bad_input(tmp_path, monkeypatch, name, call):
+    """It may recover: with data.bad_input=skip, its files would be left out for good."""
+    path, rejected = tmp_path / name, []
+    path.write_bytes(b">a\nACGT\n" if name == "a.fa" else line("some text"))
+    if name == "a.parquet":
+        parquet.write_table(pa.table({"text": ["some text"]}), path)
+    source = SourceConfig(kind="fasta" if name == "a.fa" else "files", path=str(tmp_path))
+    assert len(list(documents(source, reject=rejected.append))) == 1
+    real = os.stat
+
+    def failing(given, *args, **how):
+        if call != "os.stat" or str(given) == str(path):
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return real(given, *args, **how)
+
+    monkeypatch.setattr(call, failing)
+    with pytest.raises(OSError, match="Stale file handle") as error:
+        list(documents(source, reject=rejected.append))
+    assert not rejected and error.value.filename == str(path)
 
 
 @pytest.mark.parametrize("name", ["a.csv", "A.Tsv", "data-00000-of-00001.arrow", "a.json"])

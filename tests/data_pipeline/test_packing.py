@@ -1,5 +1,7 @@
+import errno
 import json
 import math
+import os
 
 import numpy as np
 import pytest
@@ -8,7 +10,15 @@ from hypothesis import strategies as st
 
 from tests.data_pipeline.small_corpus import make_texts, write_jsonl
 from tests.data_pipeline.streams import dataset
-from titans_pt.data_pipeline import IndexedDataset, IndexedWriter, Mixture, PackedSamples, TokenFiles
+from titans_pt.data_pipeline import (
+    IndexedDataset,
+    IndexedWriter,
+    Mixture,
+    PackedSamples,
+    TokenFiles,
+    answers,
+    inspection,
+)
 from titans_pt.data_pipeline.manifest import read_manifest
 from titans_pt.data_pipeline.prepare import prepare
 from titans_pt.errors import UserError
@@ -250,6 +260,33 @@ def test_a_damaged_index_or_tokenizer_is_refused_when_it_is_opened(config, tmp_p
     refused(config(), str(path), "--force")
     prepare(config(), force=True)
     TokenFiles.open(config())
+
+
+@pytest.mark.parametrize("name", ["train.idx", "train.crc32", "train.bin"])
+def test_a_server_that_fails_is_no_damage(config, tmp_path, monkeypatch, name):
+    """A launcher starts the training again, which it does not after a UserError."""
+    prepare(config())
+    lost, real = tmp_path / "data" / name, os.stat
+
+    def failing(path, *args, **how):
+        if str(path) == str(lost):
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+        return real(path, *args, **how)
+
+    monkeypatch.setattr(os, "stat", failing)
+    with pytest.raises(OSError, match=f"Stale file handle: '{lost}'"):
+        TokenFiles.open(config())
+
+
+@pytest.mark.parametrize("module", [answers, inspection])
+def test_a_server_that_fails_is_no_damaged_list_of_documents(prepared, monkeypatch, module):
+    def failing(path):
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    monkeypatch.setattr(module, "arrow_file", failing)
+    stream = IndexedDataset(prepared / "train")
+    with pytest.raises(OSError, match=f"Stale file handle: '{stream.list_of_documents}'"):
+        answers.Answers(stream) if module is answers else inspection.document_place(stream, 0)
 
 
 def test_damaged_tokens_are_refused_when_they_are_read(config, tmp_path):

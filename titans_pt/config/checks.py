@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from titans_pt.config.history import as_stored
+from titans_pt.config.history import as_stored, unless_given
 from titans_pt.config.names import named, packaged
 from titans_pt.config.plain import FLOAT, usual
 from titans_pt.config.sections import own_section
@@ -149,21 +149,8 @@ def _with_defaults(config: Config, mixers: Iterable[Any]) -> Config:
         for path, value in own.items():
             found[path] = min(value, found.get(path, value))  # the smaller number of heads fits both mixers
     for path, value in found.items():
-        config = _unless_given(config, path.split("."), value)
+        config = unless_given(config, path.split("."), value)
     return config
-
-
-def _unless_given(section: Any, keys: list[str], value: Any) -> Any:
-    """A section with ``value`` set at the path ``keys``, unless the user gave a value there."""
-    key, *deeper = keys
-    if key not in type(section).model_fields:  # a mixer's own section, which is not validated yet
-        (name,) = deeper
-        return section.model_copy(update={key: {name: value} | section.__pydantic_extra__.get(key, {})})
-    before = getattr(section, key)
-    after = _unless_given(before, deeper, value) if deeper else value
-    if after == before or (not deeper and key in section.model_fields_set):
-        return section
-    return section.model_copy(update={key: after})
 
 
 def stop_condition(text: str) -> tuple[str, str, float]:

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal, get_args
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from titans_pt.config.data import SourceConfig
 from titans_pt.config.fields import NonNegative, Once, PathName, Positive, Section, Seed
@@ -66,6 +66,13 @@ class BabilongConfig(Section):
     """Maximum number of characters of the haystack to read; a longer sample repeats them."""
     seed: Seed = 0
     """Seed of facts, questions and places. It is not run.seed, so that compared runs get the same samples."""
+
+    @model_validator(mode="after")
+    def _check(self):
+        for key, unusable in (("kind", "indexed"), ("format", "messages")):
+            if getattr(self.haystack, key) == unusable:
+                raise ValueError(f"haystack.{key}: given {unusable!r}, which holds no plain text; name files of text")
+        return self
 
 
 class HarnessConfig(Section):

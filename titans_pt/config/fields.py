@@ -1,6 +1,6 @@
 """Base class of sections and common value types of the settings tree."""
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
@@ -20,6 +20,17 @@ class Section(BaseModel):
     model_config = ConfigDict(
         extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True, allow_inf_nan=False
     )
+
+
+class OpenSection(Section):
+    """A section that also holds sections of mixers, memory rules or tasks, as given: their owners validate them."""
+
+    model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[str, dict[str, Any]]
+
+    def section(self, name: str) -> dict[str, Any]:
+        """The settings of ``name`` that were given."""
+        return self.__pydantic_extra__.get(name, {})
 
 
 class NoSettings(Section):

@@ -1,15 +1,12 @@
 """Settings of earlier versions: values for settings that did not exist then, and settings that are gone since."""
 
 import copy
-from typing import Any, TypeVar
+from typing import Any
 
-from titans_pt.config.fields import Section
 from titans_pt.config.model import section_at
 from titans_pt.config.plain import usual
 from titans_pt.config.tree import Config
 from titans_pt.errors import UserError
-
-S = TypeVar("S", bound=Section)
 
 FORMER_DEFAULTS: dict[str, Any] = {
     "model.vocab_multiple": 1,
@@ -94,19 +91,21 @@ def as_begun(config: Config, tree: dict) -> Config:
     """
     tree = as_stored(tree)
     for path in FORMER_DEFAULTS:
-        config = _unless_given(config, path.split("."), tree)
+        *sections, key = path.split(".")
+        stored = section_at(tree, sections) or {}
+        if key in stored:
+            config = unless_given(config, [*sections, key], stored[key])
     return config
 
 
-def _unless_given(section: S, keys: list[str], tree: Any) -> S:
-    """The section with the value of ``tree`` at the path ``keys``, unless the user gave a value there."""
+def unless_given(section: Any, keys: list[str], value: Any) -> Any:
+    """A section with ``value`` set at the path ``keys``, unless the user gave a value there."""
     key, *deeper = keys
-    if not isinstance(tree, dict) or key not in tree or (not deeper and key in section.model_fields_set):
+    if key not in type(section).model_fields:  # a mixer's own section, a dict
+        (name,) = deeper
+        return section.model_copy(update={key: {name: value} | section.section(key)})
+    before = getattr(section, key)
+    after = unless_given(before, deeper, value) if deeper else value
+    if after == before or (not deeper and key in section.model_fields_set):
         return section
-    value = tree[key]
-    if deeper:
-        inner = getattr(section, key, None)
-        if not isinstance(inner, Section):  # a mixer's own settings: which of them were given is no longer known
-            return section
-        value = _unless_given(inner, deeper, value)
-    return section.model_copy(update={key: value})
+    return section.model_copy(update={key: after})

@@ -4,9 +4,9 @@ import copy
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
-from titans_pt.config.fields import NonNegative, Positive, Section
+from titans_pt.config.fields import NonNegative, OpenSection, Positive, Section
 from titans_pt.config.plain import usual
 
 FORMER_NAMES = {"model.segment": "model.mac.segment", "model.memory_tokens": "model.mac.memory_tokens"}
@@ -107,12 +107,9 @@ class ReadCachingConfig(CachingConfig):
     running memory, at its full speed. Suites needle, babilong and needles. Null: all tokens."""
 
 
-class MemoryConfig(Section):
+class MemoryConfig(OpenSection):
     """Settings that memory rules share. A rule's own settings are in a section with its name, ``model.memory.NAME``,
     which the rule itself validates."""
-
-    model_config = ConfigDict(extra="allow")
-    __pydantic_extra__: dict[str, dict[str, Any]]
 
     rule: str = "titans"
     """Learning rule of the memory. titans: squared error. yaad: Huber loss, less sensitive to outliers. moneta: l_p
@@ -204,10 +201,6 @@ class MemoryConfig(Section):
     memory, the same result. Null: the square root of the number of blocks. 1: for rules and reads that
     kernels/memory/blockwise.py supports, keep everything and recompute nothing: fastest, most memory."""
 
-    def section(self, rule: str) -> dict[str, Any]:
-        """The rule's own settings that were given."""
-        return self.__pydantic_extra__.get(rule, {})
-
 
 class RopeScaling(Section):
     """Scaling of rotary frequencies for texts longer than those that the model was trained on."""
@@ -261,12 +254,9 @@ class LoraConfig(Section):
     """The product of the two matrices is scaled by alpha / rank."""
 
 
-class ModelConfig(Section):
+class ModelConfig(OpenSection):
     """Settings that mixers share. A mixer's own settings are in a section with its name, ``model.NAME``, which the
     mixer itself validates."""
-
-    model_config = ConfigDict(extra="allow")
-    __pydantic_extra__: dict[str, dict[str, Any]]
 
     mixers: Annotated[list[str], Field(min_length=1)] = ["mac"]
     """Sequence mixers by name, repeated until n_layers are filled: [mac] is a MAC (memory as context), [lmm, lmm, swa]
@@ -327,10 +317,6 @@ class ModelConfig(Section):
     @classmethod
     def _of_before(cls, tree: Any) -> Any:
         return with_todays_names({"model": tree})["model"] if isinstance(tree, dict) else tree
-
-    def section(self, mixer: str) -> dict[str, Any]:
-        """The mixer's own settings that were given."""
-        return self.__pydantic_extra__.get(mixer, {})
 
     @property
     def hidden(self) -> int:

@@ -51,8 +51,8 @@ def find_config(name: str | Path, folder: Path = Path()) -> Path:
         or dict.fromkeys(f"{each.partition('/')[0]}/*" if "/" in each else each for each in known)
     )
     problem = "is a folder" if path.is_dir() else "does not exist"
-    if path.is_dir() and (path / "config.yaml").is_file():
-        problem += f" (its settings are {path / 'config.yaml'})"
+    if path.is_dir() and (path / SETTINGS).is_file():
+        problem += f" (its settings are {path / SETTINGS})"
     raise UserError(
         f"config {path}: {problem}; name a YAML file, or a config that comes with titans-pt: {', '.join(near)}"
     )

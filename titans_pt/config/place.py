@@ -78,9 +78,10 @@ def _bases(folder: Path, was: str) -> Iterator[Path]:
 
 
 def _same(a: Path, b: Path) -> bool:
-    return a.exists() and b.exists() and a.samefile(b)
+    # os.path.exists is False in a folder that may not be entered; Path.exists raises there before Python 3.14.
+    return os.path.exists(a) and os.path.exists(b) and a.samefile(b)
 
 
 def _is_there(path: Path) -> bool:
     """Whether a path exists, or is the common prefix of token files (kind=indexed)."""
-    return path.exists() or path.with_name(path.name + ".idx").exists()
+    return os.path.exists(path) or os.path.exists(f"{path}.idx")

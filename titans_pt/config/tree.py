@@ -8,13 +8,13 @@ rest of the project: config is plain data.
 import functools
 import json
 import math
-from typing import Any, Literal
+from typing import Literal
 
-from pydantic import ConfigDict, model_validator
+from pydantic import model_validator
 
 from titans_pt.config.data import DataConfig
 from titans_pt.config.evaluation import EvaluationConfig
-from titans_pt.config.fields import PathName, Section, Seed
+from titans_pt.config.fields import OpenSection, PathName, Section, Seed
 from titans_pt.config.model import ModelConfig
 from titans_pt.config.train import ParallelConfig, TrainConfig
 
@@ -52,14 +52,11 @@ class WandbConfig(Section):
     """Also send the results of ``titans evaluate``, as an artifact of the training run."""
 
 
-class Config(Section):
+class Config(OpenSection):
     """The whole settings tree, built by :func:`titans_pt.config.files.load_config`; ``Config()`` alone is valid.
 
     A task's own settings are in a section with its name, which the task itself validates.
     """
-
-    model_config = ConfigDict(extra="allow")
-    __pydantic_extra__: dict[str, dict[str, Any]]
 
     task: str = "language"
     """The task by name: data, the two ends of the model, loss and evaluation (titans_pt/tasks/)."""
@@ -77,10 +74,6 @@ class Config(Section):
     """Settings of ``titans evaluate`` and of evaluations during training."""
     wandb: WandbConfig = WandbConfig()
     """Weights & Biases."""
-
-    def section(self, task: str) -> dict[str, Any]:
-        """The task's own settings that were given."""
-        return self.__pydantic_extra__.get(task, {})
 
     @model_validator(mode="after")
     def _combinations(self):

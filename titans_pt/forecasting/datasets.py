@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from titans_pt.errors import UserError
-from titans_pt.forecasting.series import Series, columns_of, read_csv
+from titans_pt.forecasting.series import Series, check_once, columns_of, read_csv
 from titans_pt.forecasting.steps import usual_step
 from titans_pt.tools.data_wheels import Wheel, fetch
 
@@ -116,6 +116,7 @@ def _chosen(series: Series, columns: Sequence[str] | None) -> Series:
     for name in columns:
         if name not in series.columns:
             raise UserError(f"forecast.columns: given {name!r}; {series.name} has {', '.join(series.columns)}")
+    check_once(columns)
     places = [series.columns.index(name) for name in columns]
     return replace(series, columns=list(columns), values=series.values[:, places])
 

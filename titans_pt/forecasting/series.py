@@ -183,11 +183,19 @@ def _columns(
                 raise UserError(f"{path}: no column {name!r}; {trained_by} was trained on {', '.join(chosen)}, the "
                                 f"file has {', '.join(names)}; give its columns those names")  # fmt: skip
             raise UserError(f"forecast.columns: given {name!r}; {path} has {', '.join(names)}")
-    if twice := [name for name in chosen if chosen.count(name) > 1]:
-        raise UserError(f"forecast.columns: given {twice[0]!r} twice; name each column once")
+    check_once(chosen)
     if not chosen:
         raise UserError(f"{path}: no column of numbers besides the date; add one, or name it in forecast.columns")
     return place, chosen, notes
+
+
+def check_once(columns: Sequence[str]):
+    """
+    Raises:
+        UserError: a column stands twice in forecast.columns.
+    """
+    if twice := [name for name in columns if columns.count(name) > 1]:
+        raise UserError(f"forecast.columns: given {twice[0]!r} twice; name each column once")
 
 
 def _text(path: Path, lines: int | None = None) -> str:

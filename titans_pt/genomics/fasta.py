@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from titans_pt.genomics.alphabet import CODES, ONLY_LETTERS, READ, UPPER
+from titans_pt.tools.files import unreadable
 
 SUFFIXES = (".fa", ".fasta", ".fna", ".fas")
 _OPEN: dict[str, Callable[..., Any]] = {"": open, ".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
@@ -64,12 +65,14 @@ def records(path: Path) -> Iterator[Record | Unusable]:
 
     An :class:`Unusable` stands in the place of a record that cannot be used. It comes last if the file is no FASTA or
     breaks off.
+
+    Raises:
+        OSError: the file's server failed, one of SERVER_FAILED.
     """
     try:
         yield from _records(path)
     except (EOFError, OSError, zlib.error, lzma.LZMAError) as error:
-        reason = getattr(error, "strerror", None) or " ".join(str(error).split())
-        yield Unusable(str(path), f"unreadable or truncated ({reason})", "replace or remove it")
+        yield Unusable(str(path), f"unreadable or truncated ({unreadable(path, error)})", "replace or remove it")
 
 
 def _records(path: Path) -> Iterator[Record | Unusable]:

@@ -17,8 +17,8 @@ from titans_pt.errors import UserError
 from titans_pt.genomics.alphabet import LETTERS, encoded
 from titans_pt.genomics.baselines import baselines, distinct
 from titans_pt.genomics.sets import SPLITS, LabelledSet, Split
-from titans_pt.tools.files import write_atomically, write_text
-from titans_pt.tools.sealed import seal, unseal
+from titans_pt.tools.files import unreadable, write_atomically, write_text
+from titans_pt.tools.sealed import read_sealed, seal
 
 FORMAT = 1
 MANIFEST, SEQUENCES = "set.json", "sequences.npz"
@@ -47,15 +47,11 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
 
     Raises:
         UserError: it is damaged, or of another version.
+        OSError: the disk failed, one of DISK_FAILED.
     """
     path = folder / MANIFEST
-    try:
-        found = unseal(path.read_bytes())
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path}: damaged ({error}); {_REMEDY}") from None
-    if found.get("format") != FORMAT:
+    found = read_sealed(path, _REMEDY)
+    if found is not None and found.get("format") != FORMAT:
         raise UserError(f"{path}: of format {found.get('format')}, this version reads {FORMAT}; {_REMEDY}")
     return found
 
@@ -127,7 +123,8 @@ def read(folder: Path) -> PreparedSet:
         if _checksum(manifest["classes"], arrays) != manifest["sha256"]:
             raise ValueError(f"other sequences than {MANIFEST} says")
     except (OSError, ValueError, KeyError, EOFError, zlib.error, zipfile.BadZipFile) as error:
-        raise UserError(f"{folder / SEQUENCES}: damaged ({' '.join(str(error).split())}); {_REMEDY}") from None
+        path = folder / SEQUENCES
+        raise UserError(f"{path}: damaged ({unreadable(path, error)}); {_REMEDY}") from None
     letters = np.zeros(256, np.uint8)
     letters[encoded(LETTERS)] = np.frombuffer(LETTERS, np.uint8)
     splits = {}

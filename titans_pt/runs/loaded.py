@@ -104,7 +104,8 @@ def _load(
     """:func:`load_run` with the run's settings."""
     checkpoint = checkpoints.find(folder.checkpoints, step)
     state = checkpoints.read_state(checkpoint)
-    for key, was, now in differences(completed(state.config)["model"], config.model.model_dump(mode="json")):
+    trained = completed(state.config)
+    for key, was, now in differences(trained["model"], config.model.model_dump(mode="json")):
         raise UserError(f"model.{key}: given {now!r}, but {checkpoint} was trained with {was!r}; leave it as it is")
     task = task_of(config)
     task.restore(folder, state.identity)
@@ -112,7 +113,7 @@ def _load(
     check_packages(backbone_of(model), torch.device(device))
     load_weights(model, checkpoints.read_weights(checkpoint))
     # The checkpoint's own train.max_steps: a later start of the run may have raised it.
-    backbone_of(model).set_progress(state.step / completed(state.config)["train"]["max_steps"])
+    backbone_of(model).set_progress(state.step / trained["train"]["max_steps"])
     backbone_of(model).set_wavefront(config.evaluation.wavefront)
     usual = config.train.precision if torch.device(device).type == "cuda" else "fp32"
     precision = precision or config.evaluation.precision or usual

@@ -18,7 +18,9 @@ from typing import Any
 
 from titans_pt.errors import UserError
 
-DISK_FAILED = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EREMOTEIO, errno.ENODEV)
+SERVER_FAILED = (errno.ESTALE, errno.ETIMEDOUT, errno.EREMOTEIO, errno.ENODEV)
+"""Errors of a file's server, which may recover."""
+DISK_FAILED = (errno.EIO, *SERVER_FAILED)
 """Errors of a disk or its server, which may be gone when a launcher restarts the command."""
 _ABANDONED = 86400.0
 """Seconds without a write after which a temporary file belongs to no process."""
@@ -127,6 +129,17 @@ def read_text(path: str | Path, what: str, replace: bool = False) -> str:
         raise UserError(f"{what}: {path}: {error.strerror}; name a file that can be read") from None
     except UnicodeDecodeError as error:
         raise UserError(f"{what}: {path}: not UTF-8 at byte {error.start}; convert it") from None
+
+
+def unreadable(path: Path, error: Exception) -> str:
+    """The reason why a file cannot be read, in one line.
+
+    Raises:
+        OSError: the file's server failed, one of SERVER_FAILED: nothing may be wrong with the file.
+    """
+    if isinstance(error, OSError) and error.errno in SERVER_FAILED:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+    return " ".join((getattr(error, "strerror", None) or str(error)).split())
 
 
 def lines_of(text: str) -> list[str]:

@@ -2,7 +2,11 @@
 
 import json
 import zlib
+from pathlib import Path
 from typing import Any
+
+from titans_pt.errors import UserError
+from titans_pt.tools.files import DISK_FAILED, naming
 
 CHECKSUM = "crc32"
 """The entry of a sealed object that holds its checksum."""
@@ -32,6 +36,29 @@ def unseal(text: str | bytes) -> dict[str, Any]:
         if given != _crc(tree):
             raise ValueError("its content does not have the checksum that it was written with")
     return tree
+
+
+def read_sealed(path: Path, remedy: str) -> dict[str, Any] | None:
+    """The sealed object in a file; None where there is no file.
+
+    Args:
+        remedy: advice on a file that cannot be used, for the message.
+
+    Raises:
+        UserError: it is damaged, or cannot be opened.
+        OSError: the disk failed, one of DISK_FAILED.
+    """
+    try:
+        with naming(path):
+            return unseal(path.read_bytes())
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        if error.errno in DISK_FAILED:
+            raise
+        raise UserError(f"{path}: {error.strerror}; {remedy}") from None
+    except ValueError as error:
+        raise UserError(f"{path}: damaged ({error}); {remedy}") from None
 
 
 def _crc(tree: dict[str, Any]) -> str:

@@ -273,6 +273,23 @@ def test_broken_or_lossy(tmp_path, byte_level):
         load_tokenizer(path)
 
 
+@pytest.mark.parametrize("token", [5, ["a"], {"content": 5}])
+def test_a_control_token_that_is_no_text(byte_level, tmp_path, token):
+    path = tmp_path / "tokenizer.json"
+    path.write_bytes(byte_level.read_bytes())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|endoftext|>", "bos_token": token}))
+    with pytest.raises(UserError, match=r"tokenizer .*tokenizer_config\.json: bos_token is .*, not a text; repair it"):
+        load_tokenizer(path)
+
+
+def test_an_alphabet_without_the_letter_a(tmp_path):
+    own = tokenizers.Tokenizer(tokenizers.models.BPE({"b": 0, "c": 1}, []))
+    own.pre_tokenizer, own.decoder = tokenizers.pre_tokenizers.ByteLevel(False), tokenizers.decoders.ByteLevel()
+    own.add_special_tokens(["<|endoftext|>"])
+    tokenizer = load_tokenizer(saved(tmp_path / "own", own))
+    assert tokenizer.bos_id == -1 and tokenizer.decode(tokenizer.encode("cab")) == "cb"
+
+
 def test_chat_templates_that_cannot_be_read(byte_level, tmp_path):
     path = tmp_path / "tokenizer.json"
     path.write_bytes(byte_level.read_bytes())

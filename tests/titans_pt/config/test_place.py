@@ -1,6 +1,8 @@
 """A run's own config.yaml means that run, wherever its folder lies and from wherever it is read."""
 
+import errno
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -12,8 +14,11 @@ from titans_pt.runs.folder import RunFolder
 
 TEXT = """
 run: {dir: runs/short}
-data: {dir: data/small, sources: [{kind: files, path: corpora/text.jsonl}]}
-evaluation: {needle: {essays: essays}, babilong: {haystack: {kind: indexed, path: corpora/tokens}}}
+data:
+  dir: data/small
+  sources: [{kind: files, path: corpora/text.jsonl}]
+  validation_sources: [{kind: indexed, path: corpora/tokens}]
+evaluation: {needle: {essays: essays}}
 """
 
 
@@ -34,7 +39,7 @@ def project(tmp_path, monkeypatch):
 
 def places(config):
     return [config.run.dir, config.data.dir, config.data.sources[0].path, config.evaluation.needle.essays,
-            config.evaluation.babilong.haystack.path]  # fmt: skip
+            config.data.validation_sources[0].path]  # fmt: skip
 
 
 WHERE = ["data/small", "corpora/text.jsonl", "essays", "corpora/tokens"]
@@ -105,6 +110,23 @@ def test_a_run_that_was_moved_is_the_run_where_it_now_lies(project, place, noted
     shutil.move("runs/short", place)
     assert places(load_config(f"{place}/config.yaml")) == [place, *WHERE]
     assert load_config(f"{place}/config.yaml", ["run.dir=other"]).run.dir == "other"
+
+
+def test_a_copy_of_a_run_whose_project_may_not_be_entered(project, monkeypatch):
+    """A colleague's home, for example: its paths stay as they are."""
+    shutil.copytree("runs/short", "../elsewhere/short")
+    stat = os.stat
+    monkeypatch.chdir(project.parent / "elsewhere")
+
+    def guarded(path, *args, **kwargs):
+        if not isinstance(path, int) and Path(path).is_relative_to(project):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return stat(path, *args, **kwargs)
+
+    monkeypatch.setattr(os, "stat", guarded)
+    assert places(load_config(project.parent / "elsewhere/short/config.yaml")) == [
+        str(project.parent / "elsewhere/short"), *WHERE,
+    ]  # fmt: skip
 
 
 def test_a_project_that_was_moved(project, monkeypatch):

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.helpers.stand_ins import ESSAY, Characters, Scripted
-from titans_pt.config import Config
+from titans_pt.config import BabilongConfig, Config
 from titans_pt.data_pipeline.tokenizers import load_tokenizer
 from titans_pt.errors import UserError
 from titans_pt.evaluation import babilong
@@ -108,6 +108,13 @@ def test_short_sentences_are_left_out(essays):
 def test_a_text_that_is_not_there_is_named_by_its_own_setting(essays):
     with pytest.raises(UserError, match=r"^evaluation\.babilong\.haystack: path='/nowhere': no such file or folder"):
         made(Characters(), essays, haystack={"kind": "files", "path": "/nowhere"})
+
+
+@pytest.mark.parametrize("source", [{"kind": "indexed"}, {"kind": "files", "format": "messages"}])
+def test_a_source_without_plain_text_hides_no_facts(source):
+    key, given = list(source.items())[-1]
+    with pytest.raises(ValueError, match=f"haystack.{key}: given '{given}', which holds no plain text"):
+        BabilongConfig(haystack=source | {"path": "/there"})
 
 
 def test_only_so_many_characters_are_read(essays):

@@ -233,6 +233,8 @@ def test_columns_of_a_series_that_is_asked_for_by_name(monkeypatch):
     assert found.columns == ["Temperature", "Demand"] and found.values.tolist() == values[:, ::-1].tolist()
     with pytest.raises(UserError, match="forecast.columns: given 'x'; elecdemand has Demand, Temperature"):
         datasets.load("elecdemand", Path(), columns=["x"])
+    with pytest.raises(UserError, match="forecast.columns: given 'Demand' twice; name each column once"):
+        datasets.load("elecdemand", Path(), columns=["Demand", "Demand"])
 
 
 def test_numbers_as_dates(write):
