@@ -16,7 +16,7 @@ from pathlib import Path
 
 from tests.conftest import TINY, merged, prepare_corpus
 from tests.helpers.processes import run_jobs
-from titans_pt.training.metrics import read_metrics
+from titans_pt.runs.metrics import read_metrics
 
 MODELS = {
     "lmm": "[lmm]", "mac": "[mac]", "mag": "[mag]", "mal": "[mal]", "transformer": "[attention]",

@@ -12,7 +12,7 @@ from typing import TextIO
 
 import psutil
 
-from titans_pt.training.metrics import read_metrics
+from titans_pt.runs.metrics import read_metrics
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}

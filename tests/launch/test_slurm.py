@@ -15,7 +15,7 @@ from tests.conftest import TINY, merged
 from tests.helpers.processes import ROOT, run
 from tests.helpers.slurm_cluster import GRACE, Cluster, why_not
 from titans_pt.runs import checkpoints
-from titans_pt.training.metrics import read_metrics
+from titans_pt.runs.metrics import read_metrics
 
 pytestmark = [
     pytest.mark.slow, pytest.mark.timeout(3000), pytest.mark.skipif(why_not() is not None, reason=f"{why_not()}"),

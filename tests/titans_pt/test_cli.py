@@ -22,10 +22,10 @@ from titans_pt import cli
 from titans_pt.__main__ import usable_home, usable_streams
 from titans_pt.config.files import load_config
 from titans_pt.runs import checkpoints
+from titans_pt.runs.metrics import read_metrics
 from titans_pt.tasks import language
 from titans_pt.tools.records import RecordFile
 from titans_pt.training import loop
-from titans_pt.training.metrics import read_metrics
 
 pytestmark = pytest.mark.usefixtures("one_group")
 

@@ -8,9 +8,9 @@ from huggingface_hub import EvalResult, ModelCardData
 from titans_pt import __version__
 from titans_pt.errors import UserError
 from titans_pt.runs.loaded import LoadedRun
+from titans_pt.runs.metrics import read_metrics
 from titans_pt.tools.markdown import markdown_table
 from titans_pt.tools.sealed import unseal
-from titans_pt.training.metrics import read_metrics
 
 _USE = """\
 ```

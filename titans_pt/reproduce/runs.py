@@ -25,11 +25,11 @@ from titans_pt.reproduce.rates import Grid, Progress
 from titans_pt.reproduce.records import Records, compare, without_folders
 from titans_pt.runs import checkpoints
 from titans_pt.runs.folder import RunFolder, versions
+from titans_pt.runs.metrics import read_metrics
 from titans_pt.tasks import task_of
 from titans_pt.tools.files import write_text
 from titans_pt.tools.processes import outside
 from titans_pt.training import loop
-from titans_pt.training.metrics import read_metrics
 from titans_pt.training.plan import Cost, cost_of
 
 

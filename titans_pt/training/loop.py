@@ -24,6 +24,7 @@ from titans_pt.layers.memory_observer import memories_of
 from titans_pt.runs import checkpoints
 from titans_pt.runs.checkpoints import TrainerState
 from titans_pt.runs.folder import RunFolder
+from titans_pt.runs.metrics import MetricsLog, read_metrics
 from titans_pt.runs.tensorboard_log import TensorBoardLog
 from titans_pt.runs.wandb_log import WandbLog, check_sweep
 from titans_pt.tasks import Samples, Task, TaskData, task_of
@@ -31,7 +32,7 @@ from titans_pt.tools.files import check_room
 from titans_pt.tools.screen import say
 from titans_pt.training.epochs import epochs_text, repeated
 from titans_pt.training.gauges import Gauges, lost_to
-from titans_pt.training.metrics import MetricsLog, Progress, peak_flops, read_metrics
+from titans_pt.training.metrics import Progress, peak_flops
 from titans_pt.training.on_checkpoint import run_command
 from titans_pt.training.patience import Patience
 from titans_pt.training.plan import make_plan, unkept

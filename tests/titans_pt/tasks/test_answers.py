@@ -21,11 +21,11 @@ from titans_pt.errors import UserError
 from titans_pt.layers.memory_gates import MemoryGates
 from titans_pt.parallel import RankGroup, TensorParallel
 from titans_pt.runs import checkpoints
+from titans_pt.runs.metrics import read_metrics
 from titans_pt.tasks import TASKS
 from titans_pt.tasks.answers import AnswerLoss, AnswersOnly, PackedQuestions, answered, apart, equal_samples
 from titans_pt.tasks.sft import DocumentAnswers
 from titans_pt.training import loop
-from titans_pt.training.metrics import read_metrics
 
 pytestmark = pytest.mark.usefixtures("one_group")
 

@@ -12,11 +12,11 @@ from titans_pt.parallel import RankGroup
 from titans_pt.runs import checkpoints
 from titans_pt.runs.conversion import convert_run
 from titans_pt.runs.loaded import load_run
+from titans_pt.runs.metrics import read_metrics
 from titans_pt.tasks import task_of
 from titans_pt.tasks.attention_transfer import AttentionTransferLoss
 from titans_pt.training import loop
 from titans_pt.training.freezing import freeze
-from titans_pt.training.metrics import read_metrics
 
 ADDED = 'train.trainable=["*.memory*"]'
 

@@ -19,11 +19,11 @@ from titans_pt.genomics.alphabet import COMPLEMENT, PAD
 from titans_pt.genomics.sets import source_files, state_of
 from titans_pt.runs import checkpoints
 from titans_pt.runs.loaded import load_run
+from titans_pt.runs.metrics import read_metrics
 from titans_pt.tasks import task_of
 from titans_pt.tasks.classify_dna import CLASSES, LabelledSamples, SequenceClassifier
 from titans_pt.tools.sealed import seal, unseal
 from titans_pt.training import loop
-from titans_pt.training.metrics import read_metrics
 from titans_pt.training.plan import make_plan
 
 DNA = {"data": {"tokenizer": {"kind": "nucleotides"}, "validation_fraction": 0.1},

@@ -22,10 +22,10 @@ from titans_pt.layers.sharding import Shard
 from titans_pt.models.backbone import Backbone, initialise
 from titans_pt.runs import checkpoints
 from titans_pt.runs.loaded import load_run
+from titans_pt.runs.metrics import read_metrics
 from titans_pt.tasks import task_of
 from titans_pt.tasks.base import TASKS, Task, TaskData, nan_unless_finite, with_weights
 from titans_pt.training import loop
-from titans_pt.training.metrics import read_metrics
 from titans_pt.training.plan import make_plan
 from titans_pt.training.schedule import learning_rate
 

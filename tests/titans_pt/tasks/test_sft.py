@@ -14,10 +14,10 @@ from tests.helpers.trainings import check_resume
 from titans_pt import cli
 from titans_pt.config.files import load_config
 from titans_pt.errors import UserError
+from titans_pt.runs.metrics import read_metrics
 from titans_pt.tasks import task_of
 from titans_pt.tasks.answers import equal_samples
 from titans_pt.training import loop
-from titans_pt.training.metrics import read_metrics
 
 pytestmark = pytest.mark.usefixtures("one_group")
 

@@ -14,7 +14,7 @@ import pytest
 from tests.helpers.processes import ENVIRONMENT, ROOT, curve, run, run_forked, run_jobs, torchrun
 from titans_pt.config.files import load_config
 from titans_pt.runs import checkpoints
-from titans_pt.training.metrics import read_metrics
+from titans_pt.runs.metrics import read_metrics
 
 pytestmark = [pytest.mark.thorough, pytest.mark.timeout(900)]  # starting processes is slow on a busy machine
 

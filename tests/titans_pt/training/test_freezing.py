@@ -15,10 +15,10 @@ from titans_pt.models.mixers import MIXERS
 from titans_pt.models.mixers.lmm import LMM
 from titans_pt.runs import checkpoints
 from titans_pt.runs.checkpoints import Tensors
+from titans_pt.runs.metrics import read_metrics
 from titans_pt.runs.tools import merge_run
 from titans_pt.tasks import task_of
 from titans_pt.training import loop
-from titans_pt.training.metrics import read_metrics
 from titans_pt.training.plan import make_plan
 
 PATTERNS = ["*.memory.*", "norm.weight"]

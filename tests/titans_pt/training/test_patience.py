@@ -10,8 +10,8 @@ from titans_pt.config.files import load_config
 from titans_pt.errors import UserError
 from titans_pt.runs import checkpoints
 from titans_pt.runs.loaded import load_run
+from titans_pt.runs.metrics import read_metrics
 from titans_pt.training import loop
-from titans_pt.training.metrics import read_metrics
 from titans_pt.training.patience import Patience
 
 pytestmark = pytest.mark.usefixtures("one_group")

@@ -11,7 +11,7 @@ import pytest
 
 from tests.helpers.processes import ENVIRONMENT, run, run_forked
 from titans_pt.runs import checkpoints
-from titans_pt.training.metrics import read_metrics
+from titans_pt.runs.metrics import read_metrics
 
 pytestmark = pytest.mark.thorough
 

@@ -17,8 +17,8 @@ from titans_pt.config import TrainConfig
 from titans_pt.config.files import load_config
 from titans_pt.errors import Diverged, UserError
 from titans_pt.runs import checkpoints, shards
+from titans_pt.runs.metrics import read_metrics
 from titans_pt.training import loop
-from titans_pt.training.metrics import read_metrics
 from titans_pt.training.saving import spare_folder
 
 pytestmark = pytest.mark.usefixtures("one_group")

@@ -14,8 +14,8 @@ from titans_pt.config.files import load_config
 from titans_pt.errors import UserError
 from titans_pt.models import build_model
 from titans_pt.runs import checkpoints
+from titans_pt.runs.metrics import read_metrics
 from titans_pt.training import loop
-from titans_pt.training.metrics import read_metrics
 
 STILL = ["train.lr=1e-30", "train.weight_decay=0", "train.stop_at=1"]
 """One step that changes no weight except zeros, which it moves by 1e-30."""
