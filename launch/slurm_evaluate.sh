@@ -19,7 +19,7 @@
 #SBATCH --output titans-evaluate-%j.log
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:-.}"
-rank=$((${SLURM_ARRAY_TASK_ID:-0} - ${SLURM_ARRAY_TASK_MIN:-0}))
+rank=$(((${SLURM_ARRAY_TASK_ID:-0} - ${SLURM_ARRAY_TASK_MIN:-0}) / ${SLURM_ARRAY_TASK_STEP:-1}))
 if [[ -n ${TITANS_RANKS:-} ]]; then
     rank=${SLURM_ARRAY_TASK_ID:-0}
 fi

@@ -20,7 +20,8 @@ if [[ -n "${SLURM_ARRAY_TASK_ID:-}" ]]; then
     if [[ -n ${TITANS_SHARDS:-} ]]; then
         shard=(--shard "$SLURM_ARRAY_TASK_ID/$TITANS_SHARDS")
     else
-        shard=(--shard "$((SLURM_ARRAY_TASK_ID - ${SLURM_ARRAY_TASK_MIN:-0}))/$SLURM_ARRAY_TASK_COUNT")
+        place=$(((SLURM_ARRAY_TASK_ID - ${SLURM_ARRAY_TASK_MIN:-0}) / ${SLURM_ARRAY_TASK_STEP:-1}))
+        shard=(--shard "$place/$SLURM_ARRAY_TASK_COUNT")
     fi
     echo "== shard ${shard[1]}, task $SLURM_ARRAY_TASK_ID of job $SLURM_ARRAY_JOB_ID"
 else

@@ -247,7 +247,8 @@ def task(number: str, first: str, count: str) -> dict[str, str]:
             "SLURM_ARRAY_TASK_COUNT": count}  # fmt: skip
 
 
-ARRAYS = [(task("5", "2", "4"), 3, 4), (task("5", "0", "16"), 5, 16)]
+STEPPED = task("6", "2", "4") | {"SLURM_ARRAY_TASK_STEP": "2"}  # --array 2-8:2
+ARRAYS = [(task("5", "2", "4"), 3, 4), (task("5", "0", "16"), 5, 16), (STEPPED, 2, 4)]
 AGAIN = task("7", "3", "2") | {"TITANS_RANKS": "16"}
 
 

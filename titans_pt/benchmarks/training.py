@@ -156,12 +156,17 @@ def in_a_process(case: Case, config: str, overrides: list[str], tokens: int, out
         write_text(out / f"{'-'.join(str(part) for part in parts if part)}.log", done.stderr)
     if done.returncode:
         last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        last = last.removeprefix(f"{UserError.__module__}.{UserError.__name__}: ")
         return Measurement(**asdict(case), failure="out of memory" if "OutOfMemoryError" in last else last[:200])
     return Measurement(**json.loads(done.stdout.splitlines()[-1]))
 
 
 def case_config(case: Case, config: str, more: list[str], tokens: int) -> Config:
-    """Settings of a case: the file's, then ``more``, then the case's own; one micro-batch per step."""
+    """Settings of a case: the file's, then ``more``, then the case's own; one micro-batch per step.
+
+    Raises:
+        UserError: wrong settings, or another task than language.
+    """
     overrides = [*more, f"data.seq_len={case.length}", f"train.batch_tokens={tokens}", f"train.micro_batch={tokens}"]
     if "{model}" not in config:
         overrides.append(f"model.mixers=[{'attention' if case.model == 'transformer' else case.model}]")
@@ -169,7 +174,11 @@ def case_config(case: Case, config: str, more: list[str], tokens: int) -> Config
         overrides.append(f"model.memory.depth={case.depth}")
     if case.chunk:
         overrides.append(f"model.memory.chunk_size={case.chunk}")
-    return load_config(config.replace("{model}", case.model), overrides)
+    found = load_config(config.replace("{model}", case.model), overrides)
+    if found.task != "language":
+        raise UserError(f"task: given {found.task!r}; steps are timed on random tokens by task=language; give "
+                        "task=language train.stop_when=null")  # fmt: skip
+    return found
 
 
 def _has_memory(case: Case, config: str, more: list[str], tokens: int) -> bool:

@@ -12,17 +12,19 @@ WRITES = "--out"
 @click.argument(
     "runs", nargs=-1, required=True, metavar="RUN...", type=PATH, help="runs, or folders of titans evaluate --out"
 )
-@click.option("--task", default="niah_single_1", metavar="NAME", help="a needle or babilong task")
+@click.option(
+    "--task", metavar="NAME",
+    help="draw accuracy against length on a needle or babilong task (default: tables of all runs, and their losses)",
+)  # fmt: skip
 @click.option("--out", type=FILE, default="runs/compare.png", metavar="FILE", help="the picture")
 @click.option(
-    "--checkpoint",
-    "step",
-    type=whole(0),
-    metavar="STEP",
-    help="step of the checkpoint (default: the newest evaluated one of each run)",
+    "--checkpoint", "step", type=whole(0), metavar="STEP", help="compare at this step (default: each run's newest)"
 )
-def compare(runs: tuple[str, ...], task: str, out: Path, step: int | None):
-    """Draw accuracy against length for several runs in one picture."""
+def compare(runs: tuple[str, ...], task: str | None, out: Path, step: int | None):
+    """Compare runs: settings that differ, losses, evaluations."""
     from titans_pt.evaluation import compare
 
-    compare.compare(runs, task, out, step=step)
+    if task is None:
+        compare.compare(runs, out, step=step)
+    else:
+        compare.compare_task(runs, task, out, step=step)

@@ -30,7 +30,7 @@ from titans_pt.tasks.base import backbone_of
 from titans_pt.tools.files import check_room, write_text
 from titans_pt.tools.processes import place
 from titans_pt.tools.records import RecordFile, read_records
-from titans_pt.tools.sealed import seal, unseal
+from titans_pt.tools.sealed import read_sealed, seal
 
 
 def evaluate(
@@ -182,10 +182,14 @@ def _summarise(
     return whole
 
 
-def figures(summary: dict) -> dict[str, float]:
-    """Flatten the figures of a summary.json for a log: {"needle.tasks.niah_single_1.mean": ...}.
+_ROWS = {"by_length": "length", "by_pairs": "pairs", "by_distance": "distance", "frozen": "after", "asked": "needles"}
+"""Lists of rows in summary.json whose figures count -> the entry that names a row."""
 
-    Settings, and curves and tables, which are lists, are left out.
+
+def figures(summary: dict) -> dict[str, float]:
+    """Flatten the figures of a summary.json for a log: {"needle.tasks.niah_single_1.by_length.2048.mean": ...}.
+
+    Settings are left out, and curves and tables; of a row of _ROWS, its mean or its loss counts.
     """
     found: dict[str, float] = {}
     for key, value in summary.items():
@@ -193,17 +197,19 @@ def figures(summary: dict) -> dict[str, float]:
             found |= {f"{key}.{name}": number for name, number in figures(value).items()}
         elif isinstance(value, float):
             found[key] = value
+        elif isinstance(value, list) and key in _ROWS:
+            for row in value:
+                own = {name: row[name] for name in ("mean", "loss") if name in row} or figures(row)
+                found |= {f"{key}.{row[_ROWS[key]]}.{name}": number for name, number in own.items()}
     return found
 
 
 def _earlier(path: Path, run: LoadedRun) -> dict:
     """The existing summary, if it is of this checkpoint, precision and caching: a suite replaces only its own part."""
     try:
-        earlier = unseal(path.read_bytes())
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        print(f"{path}: damaged ({error}); it is written again, with the suites of this call alone", flush=True)
+        earlier = read_sealed(path, "it is written again, with the suites of this call alone") or {}
+    except UserError as error:
+        print(error, flush=True)
         return {}
     origin = _origin(run)
     return earlier if earlier | origin == earlier and earlier.get("caching") == origin.get("caching") else {}

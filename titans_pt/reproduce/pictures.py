@@ -5,7 +5,16 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from titans_pt.tools.plots import legend, new_figure, own_style, plot_accuracy, powers_of_two, save_figure, styles
+from titans_pt.tools.plots import (
+    legend,
+    new_figure,
+    own_style,
+    plot_accuracy,
+    plot_losses,
+    powers_of_two,
+    save_figure,
+    styles,
+)
 from titans_pt.tools.statistics import wilson, without_keys
 
 THICK = ("lmm", "mac", "mag", "mal")
@@ -40,25 +49,14 @@ def _style(n: int, record: dict) -> dict:
     return {"color": f"C{n % 10}", "linestyle": ("-", "--", "-.")[n // 10 % 3], "linewidth": width}
 
 
-@own_style()
 def training(shown: Seeds, start: Path) -> list[Path]:
     """Training and validation loss against tokens, for the first seed of each model."""
     first = {name: seeds[0] for name, seeds in shown.items() if seeds[0]["trained"]["curve"]}
     if not first:
         return []
-    figure = new_figure(12.5, 4.6)
-    loss, validation = figure.subplots(1, 2)
-    drawn = []
-    for n, record in enumerate(first.values()):
-        for axes, points in ((loss, record["trained"]["curve"]), (validation, record["trained"]["validation"])):
-            (line,) = axes.plot([point[0] for point in points], [point[1] for point in points], **_style(n, record))
-        drawn.append(line)
-    for axes, label in ((loss, "training loss (nats per token)"), (validation, "validation loss (nats per token)")):
-        axes.set_xlabel("tokens")
-        axes.set_ylabel(label)
-        axes.grid(alpha=0.3)
-    legend(figure, drawn, list(first), fontsize=8, loc="outside right upper")
-    return [save_figure(figure, _named(start, "training"))]
+    curves = {name: (record["trained"]["curve"], record["trained"]["validation"]) for name, record in first.items()}
+    inks = [_style(n, record) for n, record in enumerate(first.values())]
+    return [plot_losses(curves, _named(start, "training"), "nats per token", inks)]
 
 
 @own_style()

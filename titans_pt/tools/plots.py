@@ -230,3 +230,34 @@ def plot_accuracy(
     place = (figure, "outside right upper") if many else (axes, "best")
     legend(place[0], drawn, [*lines, *(levels or {})], fontsize=8, loc=place[1])
     return save_figure(figure, path)
+
+
+Points = Sequence[Sequence[float]]
+"""(tokens, loss) of each step; further entries are ignored."""
+
+
+@own_style()
+def plot_losses(
+    curves: dict[str, tuple[Points, Points]], path: Path, unit: str, inks: Sequence[dict[str, Any]] | None = None
+) -> Path:
+    """Training loss and validation loss against tokens, one line per name.
+
+    Args:
+        curves: (training, validation) losses by name.
+        unit: unit of the loss.
+        inks: styles of the lines; None: a colour for each.
+    """
+    inks = inks or [{"color": f"C{n % 10}", "linestyle": "-" if n < 10 else "--"} for n in range(len(curves))]
+    figure = new_figure(12.5, 4.6)
+    drawn = []
+    panels = list(zip(figure.subplots(1, 2), ("training", "validation"), strict=True))
+    for pair, ink in zip(curves.values(), inks, strict=True):
+        for (axes, _), points in zip(panels, pair, strict=True):
+            (line,) = axes.plot([point[0] for point in points], [point[1] for point in points], **ink)
+        drawn.append(line)
+    for axes, kind in panels:
+        axes.set_xlabel("tokens")
+        axes.set_ylabel(f"{kind} loss ({unit})")
+        axes.grid(alpha=0.3)
+    legend(figure, drawn, list(curves), fontsize=8, loc="outside right upper")
+    return save_figure(figure, path)

@@ -8,6 +8,7 @@ import pytest
 from titans_pt import cli
 from titans_pt.benchmarks import training
 from titans_pt.benchmarks.training import Case, Measurement, benchmark_training, case_config, table
+from titans_pt.errors import UserError
 
 SMALL = "configs/quickstart.yaml"
 
@@ -40,6 +41,19 @@ def test_measures_and_reports(tmp_path, capsys, monkeypatch):
     assert (tmp_path / "training.png").read_bytes().startswith(b"\x89PNG")
     assert json.loads((tmp_path / "training.json").read_text())["tokens"] == 512
     assert "| lmm | 256 |" in capsys.readouterr().out
+
+
+def test_another_task_is_refused_with_words_that_help():
+    own = "configs/recall/{model}.yaml"
+    with pytest.raises(UserError, match="^task: given 'recall'; .*give task=language train.stop_when=null$"):
+        case_config(Case("lmm", 128), own, [], 512)
+    assert case_config(Case("lmm", 128), own, ["task=language", "train.stop_when=null"], 512).task == "language"
+
+
+@pytest.mark.thorough
+def test_a_refused_setting_is_the_reason_of_its_row(tmp_path):
+    found = training.in_a_process(Case("lmm", 128), "configs/recall/{model}.yaml", [], 512)
+    assert found.failure.startswith("task: given 'recall'")
 
 
 def test_only_the_models_name_is_replaced_in_a_configs_path(tmp_path):
