@@ -4,7 +4,7 @@ import json
 import math
 import shlex
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ _WIDEST = 40
 
 @dataclass
 class _Run:
-    """What the folder of a run, or of titans evaluate --out, says about it. Keys are the labels of rows."""
+    """Content of the folder of a run, or of titans evaluate --out, by labels of rows."""
 
     training: dict[str, float | None] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
@@ -45,7 +45,8 @@ def compare(runs: Sequence[str | Path], path: Path, step: int | None = None) -> 
     """Print runs side by side, as tables in Markdown, and plot their losses against tokens.
 
     The tables have each run's progress and losses, the settings in which runs differ, those of their evaluations
-    included, and the figures of its newest ``summary.json``. Nothing is measured.
+    included, and the figures of its newest ``summary.json``. A section that only one run has, such as a mixer's, is no
+    difference. Nothing is measured.
 
     Args:
         path: the picture.
@@ -112,7 +113,7 @@ def _named(runs: Sequence[str | Path]) -> dict[str, RunFolder]:
 
 def _read(folder: RunFolder, step: int | None) -> _Run:
     found = _Run()
-    path, summary = next(_summaries(folder, step), (None, {}))
+    path, summary = next(_summaries(folder, step), (None, dict[str, Any]()))
     for suite, part in summary.items():
         if isinstance(part, dict):
             found.settings |= _leaves({"evaluation": {suite: part.get("settings", {})}})
@@ -137,10 +138,7 @@ def _read(folder: RunFolder, step: int | None) -> _Run:
     records = [record for record in read_metrics(folder.metrics) if step is None or record["step"] <= step]
     train, validation = ([row for row in records if row["kind"] == kind] for kind in ("train", "validation"))
     tokens = config.train.batch_tokens
-    found.losses = tuple(
-        [(row["step"] * tokens, row[key]) for row in rows if row[key] is not None]
-        for rows, key in ((train, "loss"), (validation, "validation_loss"))
-    )
+    found.losses = _curve(train, "loss", tokens), _curve(validation, "validation_loss", tokens)
     last = max((row["step"] for row in train), default=0)
     found.training = {
         "parameters": _parameters(folder),
@@ -156,6 +154,11 @@ def _read(folder: RunFolder, step: int | None) -> _Run:
         others.pop("validation_loss")
         found.training |= {key.replace("_", " "): value for key, value in others.items()}
     return found
+
+
+def _curve(records: list[dict], key: str, tokens: int) -> list[tuple[int, float]]:
+    """(tokens, loss) of the records whose loss is finite; ``tokens`` a step."""
+    return [(record["step"] * tokens, record[key]) for record in records if record[key] is not None]
 
 
 def _parameters(folder: RunFolder) -> int | None:
@@ -176,11 +179,12 @@ def _leaves(tree: dict, prefix: str = "") -> dict[str, Any]:
 
 
 def _rows(columns: Sequence[dict[str, Any]], alike: bool = True) -> list[list[str]]:
-    """A row for each key of any column; without ``alike`` only where the columns differ."""
+    """A row for each key of any column; without ``alike`` only where columns that have the key differ."""
     keys = dict.fromkeys(key for column in columns for key in column)
-    rows = [[key, *(_shown(column.get(key)) for column in columns)] for key in keys]
-    values = {key: {json.dumps(column.get(key)) for column in columns} for key in keys}
-    return [row for row in rows if alike or len(values[row[0]]) > 1]
+    return [
+        [key, *(_shown(column.get(key)) for column in columns)] for key in keys
+        if alike or len({json.dumps(column[key]) for column in columns if key in column}) > 1
+    ]  # fmt: skip
 
 
 def _shown(value: Any) -> str:
@@ -198,7 +202,7 @@ def _shown(value: Any) -> str:
     return text if len(text) <= _WIDEST else f"{text[: _WIDEST - 3]}..."
 
 
-def _summaries(folder: RunFolder, step: int | None) -> Iterable[tuple[Path, dict]]:
+def _summaries(folder: RunFolder, step: int | None) -> Iterator[tuple[Path, dict]]:
     """Yields (file, content) of the run's summaries, the newest first.
 
     Raises:

@@ -182,14 +182,17 @@ def _summarise(
     return whole
 
 
-_ROWS = {"by_length": "length", "by_pairs": "pairs", "by_distance": "distance", "frozen": "after", "asked": "needles"}
-"""Lists of rows in summary.json whose figures count -> the entry that names a row."""
+_ROWS = {
+    "by_length": ("length", "mean"), "by_pairs": ("pairs", "mean"), "by_distance": ("distance", "mean"),
+    "frozen": ("after", "loss"), "asked": ("needles", "by_length"),
+}  # fmt: skip
+"""Lists of rows in summary.json -> (entry that names a row, entry that counts)."""
 
 
 def figures(summary: dict) -> dict[str, float]:
     """Flatten the figures of a summary.json for a log: {"needle.tasks.niah_single_1.by_length.2048.mean": ...}.
 
-    Settings are left out, and curves and tables; of a row of _ROWS, its mean or its loss counts.
+    Settings are left out, and lists other than _ROWS.
     """
     found: dict[str, float] = {}
     for key, value in summary.items():
@@ -198,9 +201,10 @@ def figures(summary: dict) -> dict[str, float]:
         elif isinstance(value, float):
             found[key] = value
         elif isinstance(value, list) and key in _ROWS:
+            name, counts = _ROWS[key]
             for row in value:
-                own = {name: row[name] for name in ("mean", "loss") if name in row} or figures(row)
-                found |= {f"{key}.{row[_ROWS[key]]}.{name}": number for name, number in own.items()}
+                own = figures({counts: row.get(counts)})
+                found |= {f"{key}.{row[name]}.{figure}": number for figure, number in own.items()}
     return found
 
 

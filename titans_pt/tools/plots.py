@@ -11,7 +11,7 @@ import math
 import os
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -238,7 +238,7 @@ Points = Sequence[Sequence[float]]
 
 @own_style()
 def plot_losses(
-    curves: dict[str, tuple[Points, Points]], path: Path, unit: str, inks: Sequence[dict[str, Any]] | None = None
+    curves: Mapping[str, tuple[Points, Points]], path: Path, unit: str, inks: Sequence[dict[str, Any]] | None = None
 ) -> Path:
     """Training loss and validation loss against tokens, one line per name.
 
