@@ -19,6 +19,10 @@ SIZES = ("tiny", "170m", "340m", "400m", "760m", "1.3b")
 LEADING = (*TITANS, "mamba2", "gated_deltanet_h2", "gated_deltanet", "samba", "mamba", "gated_deltanet_h1")
 """The ten best models of the tiny study's table1, which have three seeds there; the others have two."""
 _COST = ("model.memory.write_cost=0.1",)
+ASKED_AGAIN = ("transformer", "mamba2", "gated_deltanet", "ttt_linear", "deltanet")
+"""Baselines with three seeds on needles and recall, as Titans have."""
+HIERARCHY = (Row("lmm-hierarchy"), Row("lmm", "chunk-64"))
+"""A hierarchy of memories, and one memory with the chunks of its global one."""
 EQUAL_TERMS = (
     *(Row(model, "sigmoid", ("model.memory.gates=sigmoid",), "sigmoid gates") for model in ("lmm", "mac")),
     *(Row(model, "cost", _COST, "a cost of writing")
@@ -186,7 +190,7 @@ def _babilong_answers() -> Study:
     note = "Percent right by the benchmark's score; trained on stories in at most 2,048 tokens of text."
     rows = tuple(map(Row, ("lmm", "mac", "swa", "mamba2", "rmt")))
     return Study("babilong", "BABILong, small", "tiny", rows, columns, taken, "tiny", note, folder="babilong",
-                 rated=False, pictures=(pictures.training,))  # fmt: skip
+                 rated=False, seeds=dict.fromkeys(("lmm", "mac"), (0, 1)), pictures=(pictures.training,))  # fmt: skip
 
 
 def _short(length: int) -> str:
@@ -275,11 +279,12 @@ def _recall(size: str) -> Study:
         Column("tokens in all", TRAINING, measures.tokens_trained),
     )
     note = "Eight pairs, at least 40 tokens of filler, eight queries (docs/recall.md)."
-    rows = (*(Row(model) for model in MODELS), Row("lmm-hierarchy"), *variants, *ideas(257, 190))
+    rows = (*map(Row, MODELS), *HIERARCHY, *variants, *ideas(257, 190))
     return Study(
         "recall", "Associative recall outside the attention window", size, rows, columns,
         (Measure("recall", "recall"),), size, note, folder="recall", rated=False, probe_share=1,
-        seeds=dict.fromkeys(TITANS, (0, 1, 2)), pictures=(pictures.training, pictures.recall),
+        seeds=dict.fromkeys((*TITANS, *ASKED_AGAIN), (0, 1, 2)) | {row.key: (0, 1) for row in HIERARCHY},
+        pictures=(pictures.training, pictures.recall),
     )  # fmt: skip
 
 
@@ -288,8 +293,10 @@ def _needles(size: str) -> Study:
                                           "evaluation.needles.answers=128"))  # fmt: skip
     far = Measure("far", "needles", ("evaluation.needles.lengths=[1048576]", "evaluation.needles.answers=64"), far=True)
     study = needles_in_noise((near, far), {"needles": (2048, 16384, 65536), "far": (1048576,)})
-    rows = (*(Row(model) for model in MODELS), Row("lmm-hierarchy"), *EQUAL_TERMS, *ideas(257, 190))
-    return replace(study, rows=rows, seeds=dict.fromkeys(TITANS, (0, 1)))
+    rows = (*map(Row, MODELS), *HIERARCHY, *EQUAL_TERMS, *ideas(257, 190))
+    seeds: dict[str, tuple[int, ...]] = dict.fromkeys((*TITANS, *ASKED_AGAIN, "ttt_mlp"), (0, 1, 2))
+    seeds |= {row.key: (0, 1) for row in (*HIERARCHY, *EQUAL_TERMS, Row("lmm", "yaad"))}
+    return replace(study, rows=rows, seeds=seeds)
 
 
 def needles_in_noise(

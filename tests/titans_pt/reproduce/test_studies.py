@@ -31,6 +31,7 @@ from titans_pt.reproduce.tables import cells
 from titans_pt.runs.loaded import differences
 
 OUT = Path("out")
+RESULTS = Path(__file__).parents[3] / "docs/results"
 
 
 def runs(target="table1", size="tiny", **asked):
@@ -164,6 +165,14 @@ def test_four_times_the_tokens_and_four_times_the_size():
     for variant, sizes in without_embedding.items():
         assert max(sizes) < 1.012 * min(sizes)
         assert sizes[0] / without_embedding[""][0] == pytest.approx(4 if variant == "size-4x" else 1, rel=0.01)
+
+
+@pytest.mark.parametrize("target", ["needles", "recall", "babilong"])
+def test_a_study_trains_the_seeds_that_its_page_shows(target):
+    """The studies whose records no other study shares."""
+    planned = {run.name for run in runs(target)}
+    recorded = {path.stem for path in (RESULTS / target).glob("*-s?.json")}
+    assert recorded and not recorded - planned
 
 
 def test_smaller_and_larger_states_at_equal_parameters():
