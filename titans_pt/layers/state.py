@@ -162,9 +162,9 @@ def join_rows(states: Sequence[Any], place: str = "the whole") -> Any:
 
 def join_parts(states: Sequence[Any], place: str) -> Any:
     """:func:`join_rows` of states that have the same parts, part by part."""
-    if all(isinstance(state, torch.Tensor) and not state.is_floating_point() for state in states):
-        if len({state.device for state in states}) > 1:  # offsets: kernels of a GPU leave theirs there, see moved
-            states = [state.cpu() for state in states]
+    integers = all(isinstance(state, torch.Tensor) and not state.is_floating_point() for state in states)
+    if integers and len({state.device for state in states}) > 1:  # kernels of a GPU leave theirs there, see moved
+        states = [state.cpu() for state in states]
     first = states[0]
     for state in states[1:]:
         if _form(state) != _form(first):
