@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from titans_pt.kernels.common import sent
+
 Flag = bool | Tensor
 """Answer for all rows, or for each row, bool (B,)."""
 
@@ -107,7 +109,7 @@ def in_order(x: Tensor, index: Tensor, valid: Tensor, length: int) -> Tensor:
     place = torch.zeros(len(index), length, dtype=torch.int64)
     row, slot = valid.nonzero(as_tuple=True)
     place[row, index[row, slot]] = slot
-    return torch.take_along_dim(x, place.to(x.device)[:, :, None, None], 1)
+    return torch.take_along_dim(x, sent(place, x.device)[:, :, None, None], 1)
 
 
 class Layout:
@@ -121,7 +123,7 @@ class Layout:
         if self.blocks.index is None:
             x = x[:, self.tokens].unflatten(1, (self.count, -1))
         else:
-            index = self.blocks.index[:, self.span].to(x.device)
+            index = sent(self.blocks.index[:, self.span], x.device)
             x = torch.take_along_dim(x, index.flatten(1)[:, :, None, None], 1).unflatten(1, index.shape[1:])
         return x.permute(1, 0, 3, 2, 4).flatten(1, 2)
 
@@ -133,8 +135,8 @@ class Layout:
         """(n, B H, c) bool, or None if every slot holds a token."""
         if self.blocks.valid is None:
             return None
-        return self.blocks.valid[:, self.span].to(device).transpose(0, 1).repeat_interleave(self.heads, 1)
+        return sent(self.blocks.valid[:, self.span], device).transpose(0, 1).repeat_interleave(self.heads, 1)
 
     def rows(self, flags: list[Flag], device) -> list[Flag]:
         """Per block of the run, flags of batch rows -> flags of (batch, head) rows."""
-        return [f if isinstance(f, bool) else f.to(device).repeat_interleave(self.heads) for f in flags[self.span]]
+        return [f if isinstance(f, bool) else sent(f, device).repeat_interleave(self.heads) for f in flags[self.span]]

@@ -20,6 +20,14 @@ def no_autocast(x: Tensor):
     return contextlib.nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
 
 
+def sent(x: Tensor, device: torch.device) -> Tensor:
+    """``x``, a tensor on the host, on ``device``, without waiting for the work that a GPU still has to do.
+
+    Not for tensors of a GPU: on the host their numbers could be read before they arrive.
+    """
+    return x.to(device, non_blocking=True)
+
+
 @contextlib.contextmanager
 def recording() -> Iterator[None]:
     """Context in which autograd records, even inside torch.inference_mode(), which enable_grad() does not leave.

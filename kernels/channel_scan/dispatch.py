@@ -43,7 +43,7 @@ def channel_scan(
         rate: (D, N), not negative, or None for Longhorn's decay.
         initial_state: (B, D, N), continue from it instead of 0. Gradients flow through it.
         output_final_state: also return the state after the last token, from which a later call continues exactly.
-        reset: None or bool (B, T), True where a document starts: h = 0 there.
+        reset: None or bool (B, T) on any device, True where a document starts: h = 0 there.
         backend: "loop" (definition, token by token in PyTorch), "native" (in C, on a CPU), "triton" (fused kernels, on
             a GPU), "auto": triton on a GPU if it can (else one warning gives the reason), native on a CPU if it can,
             else loop.
@@ -70,6 +70,7 @@ def channel_scan(
             if backend == "auto" and torch.compiler.is_compiling():
                 # Not at the top: it imports torch's compiler, which takes seconds.
                 from titans_pt.kernels.channel_scan.uncompiled import call
+            reset = None if reset is None else reset.to(x.device, non_blocking=True)
             out, state = call(x.to(dtype), step.to(dtype), k.to(dtype), q.to(dtype), rate, state, reset)
     return out.to(x.dtype), state if output_final_state else None
 

@@ -53,7 +53,7 @@ def linear_memory(
         erase: None, or (B, n T, H, K), the keys e whose values are erased.
         initial_state: (B, H, K, V), continue from it instead of 0. Gradients flow through it.
         output_final_state: also return the state after the last token, from which a later call continues exactly.
-        reset: None or bool (B, T), True where a document starts: S = 0 there.
+        reset: None or bool (B, T) on any device, True where a document starts: S = 0 there.
         backend: "naive" (definition), "chunked" (exact matrix products, any device), "fla" (flash-linear-attention's
             kernels, on a GPU), "auto": fla on a GPU where it serves, else chunked (a warning, once, says why).
 
@@ -84,6 +84,7 @@ def linear_memory(
             # For one token the definition needs fewer operators than the chunked form.
             implementation = naive_linear_memory if backend == "naive" or length == 1 else chunked_linear_memory
             read, k, v = (x.to(dtype) for x in (read, k, v))
+            reset = None if reset is None else reset.to(q.device, non_blocking=True)
             out, state = implementation(read, k, v, decay, beta, erase, state, reset)
     return out[:, steps - 1 :: steps].to(q.dtype), state if output_final_state else None
 

@@ -103,7 +103,7 @@ def blockwise_memory(call: MemoryCall, compiled: bool = False) -> tuple[Tensor, 
         W = plus(W, begin)
     # A chunk that is complete ends here: the next one starts at the current weights.
     if not call.rule.nonlinear:
-        frozen = choose((blocks.offset == 0).to(device).repeat_interleave(heads), W, frozen)
+        frozen = choose((blocks.offset == 0).repeat_interleave(heads).tolist(), W, frozen)
     return join(outputs, blocks, length), MemoryState(
         unfold(W), unfold(S), unfold(frozen), blocks.offset, unfold(recent)
     )

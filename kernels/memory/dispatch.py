@@ -69,7 +69,7 @@ def neural_memory(
         initial_state: continue from it instead of M_0, S_0 = 0. Gradients flow through it. With forget_to="start" pass
             the same ``weights`` in each call of a stream: they remain M_0.
         output_final_state: also return the state after the last token.
-        reset: None or bool (B, T), True where a document starts: M_0, S_0 = 0, chunks count from there.
+        reset: None or bool (B, T) on any device, True where a document starts: M_0, S_0 = 0, chunks count from there.
         max_resets: upper bound on the resets in a row of ``reset``; None: unknown. With it "triton" does not wait for
             the GPU to count them. Too large a bound costs scratch memory, too small a bound gives wrong results.
         backend: "naive" (definition), "chunked" (exact dual form, any rule), "native" (the same in C, on a CPU),

@@ -53,10 +53,11 @@ def naive_memory(
     current, momentum, start = state.weights, state.momentum, state.chunk_weights
     origin = weights if call.to_start else tuple(torch.zeros_like(w) for w in weights)
     offset, recent = state.offset.to(q.device), state.recent
+    reset = None if call.reset is None else call.reset.to(q.device)
     outputs = []
     for t in range(q.shape[1]):
-        if call.reset is not None:
-            begins = call.reset[:, t]
+        if reset is not None:
+            begins = reset[:, t]
             current = choose(begins, weights, current)
             if rule.nonlinear:
                 start = choose(begins, tuple(map(rule.met, weights)), start)
@@ -64,7 +65,7 @@ def naive_memory(
             offset = torch.where(begins, 0, offset)
         if not rule.nonlinear:
             start = choose(offset == 0, current, start)
-        if rule.window > 1 and call.reset is not None:
+        if rule.window > 1 and reset is not None:
             recent = (torch.where(begins.view(-1, 1, 1, 1), 0.0, recent[0]), *recent[1:])
         now, at = (call, t) if call.author is None else (_written_by(call.author, call, t, start), 0)
         gradient, recent = _gradient(now, at, start, keep_graph, recent)

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from titans_pt.kernels.common import sent
+
 Weights = tuple[Tensor, ...]
 
 
@@ -18,7 +20,7 @@ def choose(rows: bool | list[bool] | Tensor, yes: Sequence[Tensor], no: Sequence
     """Select ``yes`` or ``no`` row by row, tensors (N, ...). rows: bool (N,), a list of N, or one bool for all. Nothing
     is copied for one bool, nor for a list whose items agree."""
     if isinstance(rows, list):
-        rows = torch.tensor(rows, device=yes[0].device) if any(rows) and not all(rows) else all(rows)
+        rows = sent(torch.tensor(rows), yes[0].device) if any(rows) and not all(rows) else all(rows)
     if isinstance(rows, bool):
         return tuple(yes if rows else no)
     return tuple(torch.where(rows.view(-1, *[1] * (a.dim() - 1)), a, b) for a, b in zip(yes, no, strict=True))

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from titans_pt.kernels.blocks import Blocks, Layout
+from titans_pt.kernels.common import sent
 from titans_pt.kernels.memory.network import NetworkShape
 from titans_pt.kernels.memory.rules import Rule
 
@@ -62,8 +63,9 @@ class Wide:
         self.joined = [torch.cat([old, x], 1) for old, x in zip(kept, tokens, strict=True)]
         self.there = torch.cat([there, there.new_ones(*tokens[0].shape[:3], 1)], 1)
         starts = torch.tensor([0, *blocks.lengths]).cumsum(0)[:-1]
-        self.starts = starts.to(there.device)
-        self.first = torch.where(torch.tensor(gone), starts, -self.w).cummax(0).values.to(there.device)
+        self.starts = sent(starts, there.device)
+        first = torch.where(torch.tensor(gone), starts, -self.w).cummax(0).values
+        self.first = sent(first, there.device)
 
     def of(self, layout: Layout) -> tuple[list[Tensor], Tensor]:
         """k, v and own gates of a run's n blocks, (n, N, w + c, .) each, and whether the first w tokens exist,

@@ -47,7 +47,8 @@ def ttt_memory(
         norm: (weight, bias), each (H, D), of the LayerNorm (eps 1e-6).
         initial_state: continue from it instead of the initial weights. Gradients flow through it.
         output_final_state: also return the state after the last token, from which a later call continues exactly.
-        reset: None or bool (B, T), True where a document starts: weights and mini-batches begin again there.
+        reset: None or bool (B, T) on any device, True where a document starts: weights and mini-batches begin again
+            there.
         backend: "naive" (definition), "dual" (exact matrix products, any device), "auto": dual.
         save_every: mini-batches between two saved parameter sets; the backward pass recomputes those between. None: the
             square root of the number of mini-batches, which needs least memory.

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from titans_pt.kernels.blocks import Blocks, cut, in_order
-from titans_pt.kernels.common import transformed
+from titans_pt.kernels.common import sent, transformed
 from titans_pt.kernels.memory.state import choose
 from titans_pt.kernels.ttt_memory.state import EPS, Parameters, TTTState
 
@@ -46,11 +46,11 @@ def dual_ttt_memory(
     step, device = step or mini_batch, q.device
     layout = _Layout(cut(state.offset, reset, q.shape[1], len(tau), len(tau)), state.offset.cpu(), len(tau))
     queries, keys, values = (layout.fold(x).unbind() for x in (q, k, v))
-    rate = layout.fold(rate.unsqueeze(-1)) * layout.valid.to(device).transpose(0, 1)[:, :, None, :, None]
+    rate = layout.fold(rate.unsqueeze(-1)) * sent(layout.valid, device).transpose(0, 1)[:, :, None, :, None]
     rates = rate.unbind()
-    steps = tau[layout.place.to(device).transpose(0, 1).contiguous()][:, :, None, :, None].unbind()
+    steps = tau[sent(layout.place, device).transpose(0, 1).contiguous()][:, :, None, :, None].unbind()
     documents, complete = (
-        [f if isinstance(f, bool) else f.to(device) for f in flags] for flags in (layout.documents, layout.complete)
+        [f if isinstance(f, bool) else sent(f, device) for f in flags] for flags in (layout.documents, layout.complete)
     )
     zero = tuple(torch.zeros_like(s) for s in state.sums)
 
@@ -148,7 +148,7 @@ class _Layout:
 
     def fold(self, x: Tensor) -> Tensor:
         """(B, T, H, F) -> (n, B, H, c, F), contiguous: a compiled step then serves every length."""
-        x = torch.take_along_dim(x, self.index.flatten(1)[:, :, None, None].to(x.device), 1)
+        x = torch.take_along_dim(x, sent(self.index, x.device).flatten(1)[:, :, None, None], 1)
         return x.unflatten(1, self.index.shape[1:]).permute(1, 0, 3, 2, 4).contiguous()
 
     def unfold(self, x: Tensor) -> Tensor:

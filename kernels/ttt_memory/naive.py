@@ -25,6 +25,7 @@ def naive_ttt_memory(
     """
     start, sums, offset = state.start, state.sums, state.offset.to(q.device)
     zero = tuple(torch.zeros_like(s) for s in sums)
+    reset = None if reset is None else reset.to(q.device)
     outputs = []
     for t in range(q.shape[1]):
         if reset is not None:

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from titans_pt.config import CachingConfig
+from titans_pt.kernels.common import sent
 from titans_pt.kernels.memory.state import Weights, choose, state_dtype
 from titans_pt.layers.documents import Documents
 from titans_pt.layers.flops import Flops, product
@@ -142,7 +143,7 @@ class Caching(nn.Module):
         if not any(new_document):
             return caches
         begins = torch.tensor(new_document)
-        keys = torch.where(begins.to(caches.keys.device).view(-1, 1, 1), 0.0, caches.keys)
+        keys = torch.where(sent(begins, caches.keys.device).view(-1, 1, 1), 0.0, caches.keys)
         numbers = torch.where(begins.view(-1, 1), NONE, caches.numbers)
         held = int((numbers != NONE).sum(1).max())
         return Caches(
@@ -164,7 +165,7 @@ class Caching(nn.Module):
         top = torch.full_like(first[..., :1], power * math.log(_LEAST), dtype=dtype)
         total, count, before = torch.zeros_like(first, dtype=dtype), torch.zeros_like(top), first.to(dtype)
         here = torch.cat([caches.numbers != NONE, torch.ones(len(running), 1, dtype=torch.bool)], 1)
-        here = here.to(running.device).view(*here.shape, 1, 1, 1)
+        here = sent(here, running.device).view(*here.shape, 1, 1, 1)
         for answer, visible in zip(chain(cached, [running]), here.unbind(1), strict=True):
             answer = answer.to(dtype)
             score = power * ((answer - before).square().sum(-1, keepdim=True) + _LEAST).log()
@@ -194,14 +195,14 @@ class Caching(nn.Module):
                 age = torch.cat([torch.zeros(len(k), 1), now[:, None] - caches.numbers], 1).to(dtype)
                 found = torch.where(here, config.decay**age, 0.0)
                 found = found / found.sum(1, keepdim=True)
-            return found.to(device)[:, None, None].expand(*k.shape[:3], -1)
-        read = (caches.place % config.segment).to(device).view(-1, 1, 1, 1)
+            return sent(found, device)[:, None, None].expand(*k.shape[:3], -1)
+        read = sent(caches.place % config.segment, device).view(-1, 1, 1, 1)
         count = read + torch.arange(1, k.shape[1] + 1, device=device).view(-1, 1, 1)
         running = (caches.keys.unsqueeze(1) + k.to(dtype).cumsum(1)) / count
         scores = (u * running).sum(-1, keepdim=True)
         if caches.pools:
             scores = torch.cat([scores, torch.einsum("bthd,bnhd->bthn", u, torch.stack(caches.pools, 1))], -1)
-        visible = here.to(device)[:, None, None]
+        visible = sent(here, device)[:, None, None]
         scores = scores.masked_fill(~visible, -torch.inf)
         if config.shares == "sparse" and scores.shape[-1] > 1 + config.top:
             kept = scores[..., 1:].topk(config.top, -1).indices + 1
@@ -236,7 +237,7 @@ class Caching(nn.Module):
             weights_of.append(choose(takes, new, choose(shifts, caches.weights[behind], caches.weights[n])))
             pools += choose(takes, (pool,), choose(shifts, (caches.pools[behind],), (caches.pools[n],)))
             columns += choose(takes, (number,), choose(shifts, (numbers[:, behind],), (numbers[:, n],)))
-        keys = torch.where(ends.to(keys.device).view(-1, 1, 1), 0.0, keys)
+        keys = torch.where(sent(ends, keys.device).view(-1, 1, 1), 0.0, keys)
         return Caches(tuple(weights_of), tuple(pools), keys, torch.stack(columns, 1), place)
 
     # ---- costs, for the plan and the FLOP count

@@ -62,7 +62,7 @@ class LevelMemory(nn.Module):
         k = torch.nn.functional.normalize(k, dim=-1, eps=1e-6)
         weights, norm = self.network()
         tokens = (k, k, v, *self.gates(x, v))
-        reset, most = (documents.starts, documents.most) if documents else (None, None)
+        reset, most = (documents.host, documents.most) if documents else (None, None)
         y, after = run_memory(self, tokens, weights, norm, self.config.chunk_size, state, reset, most, stale=True)
         return self.out(self.output_norm(y.to(self.output_norm.weight.dtype)).flatten(-2)), after
 

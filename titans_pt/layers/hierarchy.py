@@ -113,7 +113,7 @@ class HierarchicalMemory(nn.Module):
         if start is None and state and state.start:
             start = tuple(tuple(w[0] for w in weights) for weights in state.start)
         before = state.memories if state else [None] * len(self.memories)
-        resets = (None, None) if documents is None else (documents.starts, documents.most)
+        resets = (None, None) if documents is None else (documents.host, documents.most)
         chunks = [memory.chunk for memory in self.memories]
         if prefix:
             chunks = [prefix_chunk(memory.gates.rule, memory.chunk, x.shape[1]) for memory in self.memories]
@@ -240,7 +240,8 @@ class HierarchicalMemory(nn.Module):
 def _places(
     old: Tensor | None, batch: int, length: int, shard: int, documents: Documents | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Place in the shard (B,) after ``length`` tokens, and a mask of shard starts, bool (B, T), or None without any.
+    """Place in the shard (B,) after ``length`` tokens, and a mask of shard starts, bool (B, T), or None without any;
+    both on the host.
 
     old: (B,), tokens read of each row's shard, on the host. None at a stream's start, where no memory needs a reset.
     """
@@ -252,8 +253,7 @@ def _places(
     starts = place % shard == 0
     if old is None:
         starts[:, 0] = False
-    device = "cpu" if documents is None else documents.starts.device
-    return (place[:, -1] + 1) % shard, starts.to(device) if bool(starts.any()) else None
+    return (place[:, -1] + 1) % shard, starts if bool(starts.any()) else None
 
 
 def _last(memory: MemoryState, each: int) -> MemoryState:

@@ -145,7 +145,7 @@ class SelfModifyingMemory(nn.Module):
             forget_to=self.config.forget_to,
             initial_state=state.memory if state else None,
             output_final_state=True,
-            reset=documents.starts if documents else None,
+            reset=documents.host if documents else None,
             save_every=self.config.save_every,
         )
         assert after is not None

@@ -162,6 +162,9 @@ def join_rows(states: Sequence[Any], place: str = "the whole") -> Any:
 
 def join_parts(states: Sequence[Any], place: str) -> Any:
     """:func:`join_rows` of states that have the same parts, part by part."""
+    integers = all(isinstance(state, torch.Tensor) and not state.is_floating_point() for state in states)
+    if integers and len({state.device for state in states}) > 1:  # kernels of a GPU leave theirs there, see moved
+        states = [state.cpu() for state in states]
     first = states[0]
     for state in states[1:]:
         if _form(state) != _form(first):
@@ -238,7 +241,7 @@ def usable(state: Any, documents: Documents | None) -> Any:
     def finite(tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.is_floating_point() or len(tensor) != len(begins):
             return tensor
-        rows = begins.to(tensor.device).view(-1, *[1] * (tensor.dim() - 1))
+        rows = begins.to(tensor.device, non_blocking=True).view(-1, *[1] * (tensor.dim() - 1))
         return tensor.masked_fill(rows & ~tensor.isfinite(), 0)
 
     return map_tensors(state, finite)
@@ -246,8 +249,9 @@ def usable(state: Any, documents: Documents | None) -> Any:
 
 def moved(tensor: torch.Tensor, device: torch.device | str, dtype: torch.dtype | None = None) -> torch.Tensor:
     """A state's tensor, moved to ``device`` and ``dtype`` (None: its own) if it is of floating point. Integer tensors
-    (offsets, places) stay on the host, where mixers compute masks and cuts from them."""
-    return tensor.to(device, dtype) if tensor.is_floating_point() else tensor
+    (offsets, places) are moved to the host, where mixers compute masks and cuts from them; kernels of a GPU leave them
+    there."""
+    return tensor.to(device, dtype) if tensor.is_floating_point() else tensor.cpu()
 
 
 def compact(state: Any) -> Any:

@@ -110,7 +110,7 @@ class TestTimeTraining(nn.Module):
         weights, biases, norm = self.network()
         y, memory = ttt_memory(
             q, k, v, rate, tau, weights, biases, norm, initial_state=state.memory if state else None,
-            output_final_state=True, reset=documents.starts if documents else None,
+            output_final_state=True, reset=documents.host if documents else None,
         )  # fmt: skip
         assert memory is not None
         y = self.norm(y.flatten(-2)) * F.gelu(self.gate(x), approximate="tanh")

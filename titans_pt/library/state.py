@@ -30,7 +30,7 @@ def move_state(state: S, device: str | torch.device, dtype: torch.dtype | None =
     """``state`` for a layer on another device, or in another dtype. Gradients flow through it.
 
     Args:
-        device: target of floating-point tensors. Integer tensors (offsets, positions) stay on the host, as in
+        device: target of floating-point tensors. Integer tensors (offsets, positions) are moved to the host, as in
             :func:`load_state`. Tensors already on the target are shared with ``state``, not copied.
         dtype: new dtype of floating-point tensors, such as torch.float64; None: each keeps its own.
 

@@ -19,6 +19,7 @@ from pydantic import Field
 from torch import Tensor
 
 from titans_pt.config import Config, Section
+from titans_pt.kernels.common import sent
 from titans_pt.models.mixers.base import Need
 from titans_pt.tasks.answers import VALIDATION_SEED, AnswerTask, PackedQuestions, WholeAnswers, at_stage
 from titans_pt.tasks.base import TASKS, Task
@@ -216,8 +217,9 @@ class StateLoss(WholeAnswers):
     def forward(  # type: ignore[override]  # its targets are no inputs
         self, ids: Tensor, reset: Tensor, targets: Tensor, weight: Tensor | None = None
     ) -> Tensor | dict[str, Tensor]:
-        """ids and targets (B, T) int64; reset and weight as in AnswerLoss."""
-        return self._of_answers(ids, targets.clamp(min=0), reset, targets != NOTHING, weight)
+        """ids and targets (B, T) int64, targets preferably on the CPU; reset and weight as in AnswerLoss."""
+        known = sent(targets.clamp(min=0), ids.device)
+        return self._of_answers(ids, known, reset, targets != NOTHING, weight)
 
 
 def stages(lengths: str) -> list[tuple[Sequence[int], int]]:

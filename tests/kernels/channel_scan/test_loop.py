@@ -83,3 +83,9 @@ def test_torch_compile_leaves_the_loop_alone():
 def test_says_what_does_not_fit(change, message):
     with pytest.raises(ValueError, match=f"channel_scan: {message}"):
         channel_scan(**(make(2, 6, 4, 4) | change))
+
+
+def test_resets_may_be_on_another_device():
+    tensors = {name: x.to("meta") for name, x in make(2, 6, 3, 4).items()}
+    out, _ = channel_scan(**tensors, reset=torch.zeros(2, 6, dtype=torch.bool), backend="loop")
+    assert out.is_meta

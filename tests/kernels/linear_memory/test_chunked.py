@@ -158,3 +158,11 @@ def test_says_what_does_not_fit(change, message):
     tensors = make(2, 6, 2, 4, 4)
     with pytest.raises(ValueError, match=f"linear_memory: {message}"):
         linear_memory(**(tensors | change))
+
+
+@pytest.mark.parametrize("backend", ["chunked", "naive"])
+def test_resets_may_be_on_another_device(backend):
+    """A hierarchy of memories computes its resets on the CPU."""
+    tensors = {name: x.to("meta") for name, x in make(2, 6, 1, 4, 4).items()}
+    out, _ = linear_memory(**tensors, reset=torch.zeros(2, 6, dtype=torch.bool), backend=backend)
+    assert out.is_meta

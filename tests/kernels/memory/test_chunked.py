@@ -87,3 +87,15 @@ def test_where_forgetting_leads(backend):
         for w, first, w0 in zip(end.weights, other, weights, strict=True):
             want = first / 8 if expected is None else w0[None] + (expected - 1) if expected else 0 * first
             torch.testing.assert_close(w, want, rtol=0, atol=1e-14)
+
+
+def test_resets_may_be_on_another_device():
+    """The definition on meta tensors; an observer computes the resets of a cached memory on the CPU."""
+    *tensors, weight, gain, shift = (x.to("meta") for x in make(2, 6, 1, 4, 4, 1))
+    start = weight.expand(2, *weight.shape)
+    state = MemoryState((start,), (start,), (start,), torch.zeros(2, dtype=torch.int64, device="meta"))
+    out, _ = neural_memory(
+        *tensors, (weight,), norm=(gain, shift), chunk_size=4, initial_state=state,
+        reset=torch.zeros(2, 6, dtype=torch.bool), backend="naive",
+    )  # fmt: skip
+    assert out.is_meta

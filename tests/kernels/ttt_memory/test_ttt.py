@@ -270,3 +270,13 @@ def test_the_definition_carries_tangents():
         found = torch.autograd.forward_ad.unpack_dual(outputs(dual)).tangent
     expected = (outputs(weight + 1e-6 * along) - outputs(weight - 1e-6 * along)) / 2e-6
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_resets_of_the_definition_may_be_on_another_device():
+    tensors, layers = make(2, 6, 1, 4, 4)
+    tensors = [x.to("meta") for x in tensors]
+    start = tuple(x.expand(2, *x.shape) for x in tensors[5:7])
+    state = TTTState(start, start, torch.zeros(2, dtype=torch.int64, device="meta"))
+    reset = torch.zeros(2, 6, dtype=torch.bool)
+    out, _ = call(tensors, layers, initial_state=state, reset=reset, backend="naive")
+    assert out.is_meta

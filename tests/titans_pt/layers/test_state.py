@@ -2,12 +2,13 @@
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.conftest import TINY, merged
 from tests.helpers.mixers import form, own_settings, small_model
 from titans_pt.config import Config
 from titans_pt.errors import UserError
-from titans_pt.layers.state import declared_states, join_rows, take_rows, tensors
+from titans_pt.layers.state import declared_states, join_rows, moved, take_rows, tensors
 from titans_pt.models import build_model
 from titans_pt.models.mixers import MIXERS
 from titans_pt.token_plans import put_on
@@ -146,3 +147,11 @@ def test_gradients_flow_through_joined_rows():
     together = torch.autograd.grad(model(more, join_rows(states))[0].square().sum(), parameters, retain_graph=True)
     separate = sum(model(ids, state)[0].square().sum() for ids, state in zip(more.split([2, 1]), states, strict=True))
     torch.testing.assert_close(together, torch.autograd.grad(separate, parameters))
+
+
+def test_integers_of_a_state_come_back_to_the_host():
+    """Kernels of a GPU leave the offset there; a state that was loaded has it on the host."""
+    with FakeTensorMode():
+        host, gpu = (torch.zeros(2, dtype=torch.int64, device=device) for device in ("cpu", "cuda"))
+        assert moved(gpu, "cpu").device == moved(gpu, "cuda").device == host.device
+        assert join_rows([host, gpu]).shape == (4,)

@@ -241,3 +241,13 @@ def test_a_changed_setting_of_the_task_is_named_at_a_resume_and_moved_stages_are
         "the stages of needles.lengths are parts of train.max_steps: step 5 begins after 67% of them, with the former"
     )
     assert told in caplog.text
+
+
+@pytest.mark.parametrize("name", ["recall", "needles", "state_tracking", "ruler"])
+def test_a_batch_of_another_device(name):
+    """Parts of a batch stay on the host; meta tensors stand for a GPU's."""
+    task = TASKS.find(name)(load_config(name, ["model.mixers=[swa]", "model.d_model=32", "model.n_layers=1"]))
+    batch = collate([task.open().train.sample(0)])
+    with torch.device("meta"):
+        loss = task.objective(task.build_model(), RankGroup())
+    assert loss(*task.to_device(batch, torch.device("meta"))).is_meta

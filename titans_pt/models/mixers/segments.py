@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from titans_pt.kernels.common import sent
 from titans_pt.layers.documents import Documents
 
 
@@ -80,7 +81,7 @@ class Segments:
         even = self._even([place - self.base for place in places])
         if even:
             return slice(even.start, even.stop, even.step)
-        return torch.tensor([place - self.base for place in places], device=device)
+        return sent(torch.tensor([place - self.base for place in places]), device)
 
     def mask(self, piece: Piece, memory_places: list[int], device: torch.device) -> Tensor | None:
         """Mask of memory tokens (at ``memory_places``), then of tokens from ``piece.oldest`` on, that the piece's
@@ -100,12 +101,12 @@ class Segments:
         # Made from numbers if all rows have the same place, as usual: copying from the host would wait for the GPU.
         start: int | Tensor = piece.segment_start[0]
         if len(set(piece.segment_start)) > 1:
-            start = torch.tensor(piece.segment_start, device=device)[:, None, None]
+            start = sent(torch.tensor(piece.segment_start), device)[:, None, None]
         even = self._even(memory_places)
         if even:
             memory = torch.arange(even.start, even.stop, even.step, device=device)
         else:
-            memory = torch.tensor(memory_places, dtype=torch.int64, device=device)
+            memory = sent(torch.tensor(memory_places, dtype=torch.int64), device)
         query = torch.arange(self.base + piece.begin, self.base + piece.end, device=device)[None, :, None]
         key = torch.arange(piece.oldest, self.base + piece.end, device=device)
         tokens = (key <= query) & (key >= start)
