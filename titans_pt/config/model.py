@@ -147,7 +147,8 @@ class MemoryConfig(OpenSection):
     steps large: a memory that forgot to zero may not learn again, and outer gradients explode."""
     gates: Literal["hard", "sigmoid"] = "sigmoid"
     """hard: theta and alpha are a sigmoid stretched to (-0.05, 1.05) and clipped to [0, 1]; they can close and open
-    fully. sigmoid: they only approach 0 and 1. eta is a sigmoid in both. With theta=free, theta has no gate."""
+    fully. sigmoid: they only approach 0 and 1. eta is a sigmoid in both. With theta=free, theta has no gate. In bf16 a
+    hard alpha moves near 0 in steps of 0.0008: an alpha_init of 0.001 becomes 0.0006, and one of 0.0001 becomes 0."""
     alpha: Literal["head", "channel"] = "head"
     """head: one forgetting gate per head's memory (or per layer of it, per_layer_gates). channel: one gate per input
     channel of a weight matrix, a row of M in x @ M; this is alpha in [0, 1]^d_in in the camera-ready paper. The kernels

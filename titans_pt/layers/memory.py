@@ -20,6 +20,7 @@ from titans_pt.layers.gradients import with_gradients
 from titans_pt.layers.memory_costs import inner_flops, kept_bytes, product_flops
 from titans_pt.layers.memory_gates import MemoryGates, takes_small_steps
 from titans_pt.layers.norm import RMSNorm
+from titans_pt.layers.recurrence import precise
 from titans_pt.layers.sharding import Shard
 from titans_pt.layers.state import ALIKE, check_kind
 
@@ -125,9 +126,12 @@ class MemoryNetwork(nn.Module):
         self.no_decay = tuple(name for name, _ in self.named_parameters())
 
     def forward(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, Tensor] | None]:
-        """``depth`` weights (H, d_in, d_out), and the LayerNorm's (weight, bias), each (H, D), or None."""
+        """``depth`` weights (H, d_in, d_out), and the LayerNorm's (weight, bias), each (H, D), or None; fp32 (fp64).
+
+        A call may read them once per segment: bf16 copies would sum their gradients over segments in bf16.
+        """
         weights, norm = self.learned()
-        return tuple(w.clone() for w in weights), norm and (norm[0].clone(), norm[1].clone())
+        return tuple(precise(w, copy=True) for w in weights), norm and (precise(norm[0], True), precise(norm[1], True))
 
     def learned(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, Tensor] | None]:
         """The parameters themselves."""

@@ -45,9 +45,9 @@ class RecurrentState:
         return self.inputs
 
 
-def precise(x: Tensor) -> Tensor:
-    """Converts to the precision of states: fp64 stays, all else becomes fp32."""
-    return x.to(state_dtype(x))
+def precise(x: Tensor, copy: bool = False) -> Tensor:
+    """Converts to the precision of states: fp64 stays, all else becomes fp32. copy: also if it has that precision."""
+    return x.to(state_dtype(x), copy=copy)
 
 
 def varying(number: float) -> Tensor:

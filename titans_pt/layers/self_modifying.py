@@ -17,6 +17,7 @@ from titans_pt.layers.memory import MemoryNetwork, Projection, network_shape
 from titans_pt.layers.memory_costs import kept_bytes, read_flops, stale_flops
 from titans_pt.layers.memory_gates import Gates
 from titans_pt.layers.norm import RMSNorm
+from titans_pt.layers.recurrence import precise
 from titans_pt.layers.sharding import Shard
 
 MEMORIES = ("k", "v", "eta", "alpha", "memory")
@@ -42,9 +43,12 @@ class Readout(nn.Module):
         self.step_bias = nn.Parameter(torch.zeros(n_heads, 1, steps))
         self.keep_bias = nn.Parameter(torch.zeros(n_heads, 1, keeps))
 
-    def forward(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Weights (H, D, n) and biases (H, 1, n): of the steps, of the forgetting."""
-        return self.step.clone(), self.step_bias.clone(), self.keep.clone(), self.keep_bias.clone()
+    def forward(self) -> tuple[Tensor, ...]:
+        """Weights (H, D, n) and biases (H, 1, n): of the steps, of the forgetting; fp32 (fp64).
+
+        Every chunk reads them: bf16 copies would sum their gradients over chunks in bf16.
+        """
+        return tuple(precise(p, copy=True) for p in (self.step, self.step_bias, self.keep, self.keep_bias))
 
 
 class AnswerGates(Gates):
