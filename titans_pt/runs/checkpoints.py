@@ -290,8 +290,11 @@ def best(newest: Path) -> Path:
     return path
 
 
-def find(folder: Path, step: int | None = None) -> Path:
+def find(folder: Path, step: int | None = None, content: bool = True) -> Path:
     """The checkpoint of ``step``; None: the newest complete one, or the best one with train.patience.
+
+    Args:
+        content: False: compare only the sizes of the files of ``step``, as :func:`verify` does.
 
     Raises:
         UserError: there is no checkpoint, or the requested one is missing or damaged.
@@ -303,7 +306,7 @@ def find(folder: Path, step: int | None = None) -> Path:
     path = checkpoint_path(folder, step)
     if not path.is_dir():
         raise UserError(f"{path}: no such checkpoint; existing steps: {steps_of(folder)}")
-    if problems := verify(path):
+    if problems := verify(path, content):
         raise UserError(f"{path}: damaged: {'; '.join(problems)}; choose another step")
     return path
 
