@@ -101,7 +101,12 @@ def load_run(
 
 
 def _load(
-    folder: RunFolder, config: Config, step: int | None, device: str | torch.device, precision: str | None, content: bool
+    folder: RunFolder,
+    config: Config,
+    step: int | None,
+    device: str | torch.device,
+    precision: str | None,
+    content: bool,
 ) -> LoadedRun:
     """:func:`load_run` with the run's settings."""
     checkpoint = checkpoints.find(folder.checkpoints, step, content)

@@ -124,7 +124,7 @@ def test_a_damaged_summary_is_told_and_written_again(copying, capsys):
 
 
 def test_ranks_of_a_training_are_silent_and_one_of_them_sums_up(copying, monkeypatch, capsys):
-    """Of a thousand ranks, all that end together would each print the tables and write the plots."""
+    """Otherwise all of a thousand ranks that end together print the tables and write the plots."""
     monkeypatch.setenv("WORLD_SIZE", "9")
     found = []
     for rank in range(9):

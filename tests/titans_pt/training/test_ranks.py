@@ -13,7 +13,6 @@ from titans_pt.runs.folder import RunFolder
 from titans_pt.training import loop
 from titans_pt.training.ranks import process_group
 
-
 SCRIPT = """
 import resource, sys
 import torch

@@ -226,8 +226,10 @@ class Ranks1024(Store):
     asked = 0
 
     def __init__(self):
-        at = {rank: "step 7, the sum of the losses" for rank in range(1024)} | {511: "step 7, reading its samples"}
-        super().__init__({str(rank): json.dumps([where, 60.0 + rank % 5, 99.0, None, None]) for rank, where in at.items()})
+        at = dict.fromkeys(range(1024), "step 7, the sum of the losses") | {511: "step 7, reading its samples"}
+        super().__init__(
+            {str(rank): json.dumps([where, 60.0 + rank % 5, 99.0, None, None]) for rank, where in at.items()}
+        )
 
     def check(self, keys):
         self.asked += 1
