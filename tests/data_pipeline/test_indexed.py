@@ -200,3 +200,13 @@ def test_what_megatron_core_writes_is_read_here(tmp_path_factory, documents, dty
     assert [dataset.document(j).tolist() for j in range(len(documents))] == [
         [token for sentence in sentences for token in sentence] for sentences in documents
     ]
+
+
+def test_checksums_stay_on_the_disk(tmp_path):
+    """They are 4 GB for two trillion tokens, and each process of a node would hold them."""
+    with IndexedWriter(tmp_path / "a", 100) as writer:
+        writer.add(np.arange(100))
+    assert isinstance(IndexedDataset(tmp_path / "a", checked=True)._pages, np.memmap)
+    (tmp_path / "a.crc32").write_bytes(b"123")
+    with pytest.raises(UserError, match=r"a\.crc32: "):
+        IndexedDataset(tmp_path / "a", checked=True)

@@ -41,6 +41,7 @@ def evaluate(
     out: Path | None = None,
     at: Callable[[str], None] = lambda where: None,
     send: Callable[[str, str, Path], None] | None = None,
+    finish: Callable[[Callable[[], dict | None]], dict | None] | None = None,
 ) -> dict | None:
     """Run the evaluations of a run's checkpoint and write their results.
 
@@ -59,6 +60,8 @@ def evaluate(
         at: called before each job with a description of it.
         send: called with (name, kind, folder) of the results to send them to W&B (wandb.evaluation), by a training that
             has a W&B run open. None: a W&B run is opened for them.
+        finish: called, once this rank's jobs are done, with the function that writes the summary, by a training: its
+            ranks do communicate, and one of them calls it. None: each rank calls it.
 
     Returns:
         the content of summary.json, or None while other ranks are still at work.
@@ -81,7 +84,8 @@ def evaluate(
     device = best_device(rank if mine.local_rank is None else mine.local_rank)
     if device != "cpu":
         torch.cuda.set_device(device)  # Triton launches on the current device, not on that of its arguments
-    run = load_run(run_dir, step=step, device=device, overrides=overrides)
+    # A training has just written the checkpoint: its ranks need not all read it once more to compare checksums.
+    run = load_run(run_dir, step=step, device=device, overrides=overrides, content=finish is None)
     if world > 1 and step is None and run.step < run.config.train.max_steps:
         print(f"rank {rank} of {world} takes step {run.step:,} of {run.config.train.max_steps:,}: if the run still "
               f"trains, other ranks may take another; give all --checkpoint {run.step}", file=sys.stderr)  # fmt: skip
@@ -97,12 +101,15 @@ def evaluate(
     for evaluation in evaluations:
         _work(evaluation, run, folder, rank, world, at)
 
-    found = [read_records(_parts(folder, evaluation.name)) for evaluation in evaluations]
-    missing = sum(key not in records for e, records in zip(evaluations, found, strict=True) for key in e.keys)
-    if missing:
-        print(f"rank {rank} of {world} is done, {missing} samples are left to other ranks: {folder}", flush=True)
-        return None
-    return _summarise(run, folder, evaluations, found, send)
+    def summary() -> dict | None:
+        found = [read_records(_parts(folder, evaluation.name)) for evaluation in evaluations]
+        missing = sum(key not in records for e, records in zip(evaluations, found, strict=True) for key in e.keys)
+        if missing:
+            print(f"rank {rank} of {world} is done, {missing} samples are left to other ranks: {folder}", flush=True)
+            return None
+        return _summarise(run, folder, evaluations, found, send)
+
+    return finish(summary) if finish else summary()
 
 
 def check(task: Task):
@@ -136,6 +143,8 @@ def _parts(folder: Path, name: str) -> list[Path]:
 
 def _work(evaluation: Any, run: LoadedRun, folder: Path, rank: int, world: int, at: Callable[[str], None]) -> None:
     name, origin = evaluation.name, _origin(run)
+    if rank >= max(1, len(evaluation.keys)):  # a thousand ranks have few samples: no empty file for each
+        return
     own = folder / (f"{name}-rank{rank}.jsonl" if rank else f"{name}.jsonl")
     with RecordFile(own) as file:
         done = read_records(_parts(folder, name))

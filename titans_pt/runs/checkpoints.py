@@ -22,6 +22,7 @@ import shutil
 from collections.abc import Callable, Collection, Iterable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, fields
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -289,8 +290,11 @@ def best(newest: Path) -> Path:
     return path
 
 
-def find(folder: Path, step: int | None = None) -> Path:
+def find(folder: Path, step: int | None = None, content: bool = True) -> Path:
     """The checkpoint of ``step``; None: the newest complete one, or the best one with train.patience.
+
+    Args:
+        content: False: compare only the sizes of the files of ``step``, as :func:`verify` does.
 
     Raises:
         UserError: there is no checkpoint, or the requested one is missing or damaged.
@@ -302,7 +306,7 @@ def find(folder: Path, step: int | None = None) -> Path:
     path = checkpoint_path(folder, step)
     if not path.is_dir():
         raise UserError(f"{path}: no such checkpoint; existing steps: {steps_of(folder)}")
-    if problems := verify(path):
+    if problems := verify(path, content):
         raise UserError(f"{path}: damaged: {'; '.join(problems)}; choose another step")
     return path
 
@@ -428,8 +432,8 @@ def outdated(
             among the newest and stay until the run replaces them. None: all are complete.
     """
     found = [path for path in list_checkpoints(folder) if newest is None or step_of(path) <= newest]
-    whole = [path for path in found if _is_whole(path)]
-    old = found[: found.index(whole[-keep_last])] if len(whole) >= keep_last else []
+    whole = list(islice(filter(_is_whole, reversed(found)), keep_last))  # no more: a long run keeps hundreds
+    old = found[: found.index(whole[-1])] if len(whole) == keep_last else []
     return [path for path in old if path not in keep and not (keep_every and step_of(path) % keep_every == 0)]
 
 

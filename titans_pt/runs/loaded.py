@@ -78,6 +78,7 @@ def load_run(
     device: str | torch.device = "cpu",
     overrides: Sequence[str] = (),
     precision: str | None = None,
+    content: bool = True,
 ) -> LoadedRun:
     """Loads a run's model and task without DeepSpeed, from checkpoint ``step``; None: the newest complete
     one, with train.patience the best.
@@ -85,6 +86,7 @@ def load_run(
     Args:
         overrides: ``evaluation.KEY=VALUE`` settings, which replace the run's own.
         precision: "bf16" or "fp32"; None: evaluation.precision.
+        content: False: compare only the sizes of the checkpoint's files with what was written.
 
     Raises:
         UserError: not a run folder, no checkpoint or a damaged one, or the tokenizer or model settings changed since
@@ -95,14 +97,19 @@ def load_run(
         raise UserError(f"{folder.path}: not a run folder (no {folder.config.name}); name a training run's run.dir")
     folder.check_settings()
     config = load_stored(folder.config, overrides)
-    return checkpoints.undisturbed(folder.checkpoints, lambda: _load(folder, config, step, device, precision))
+    return checkpoints.undisturbed(folder.checkpoints, lambda: _load(folder, config, step, device, precision, content))
 
 
 def _load(
-    folder: RunFolder, config: Config, step: int | None, device: str | torch.device, precision: str | None
+    folder: RunFolder,
+    config: Config,
+    step: int | None,
+    device: str | torch.device,
+    precision: str | None,
+    content: bool,
 ) -> LoadedRun:
     """:func:`load_run` with the run's settings."""
-    checkpoint = checkpoints.find(folder.checkpoints, step)
+    checkpoint = checkpoints.find(folder.checkpoints, step, content)
     state = checkpoints.read_state(checkpoint)
     trained = completed(state.config)
     for key, was, now in differences(trained["model"], config.model.model_dump(mode="json")):

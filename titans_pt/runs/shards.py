@@ -105,6 +105,8 @@ class ShardReader:
         for told in sorted(folder.glob("shard-*.json")):
             for name, (part, start) in json.loads(told.read_text())["places"].items():
                 self._places[name, part].append((start, told.with_suffix(".safetensors")))
+        for places in self._places.values():
+            places.sort()
         self._stack = ExitStack()
         self._files: dict[Path, Any] = {}
 
@@ -115,8 +117,8 @@ class ShardReader:
         self._stack.close()
 
     def keys(self) -> set[str]:
-        """KIND.NAME of every tensor that the shards have."""
-        paths = {path for places in self._places.values() for _, path in places}
+        """KIND.NAME of every tensor that the shards have. All pieces of a tensor have the same kinds: one is read."""
+        paths = {places[0][1] for places in self._places.values()}
         return {key for path in paths for key in self._open(path).keys()}  # noqa: SIM118
 
     def whole(self, kind: str, name: str) -> Tensor:
@@ -132,7 +134,11 @@ class ShardReader:
             ValueError: the pieces leave a gap, which no complete checkpoint has.
         """
         found, filled = torch.empty(stop - start, dtype=torch.float32), 0
-        for begin, path in self._places[name, part]:
+        places = self._places[name, part]
+        ends = [begin for begin, _ in places[1:]] + [stop]
+        for (begin, path), end in zip(places, ends, strict=True):
+            if begin >= stop or end <= start:  # a thousand ranks would each open the files of all others
+                continue
             piece = self._open(path).get_slice(f"{kind}.{name}")
             first, last = max(start, begin), min(stop, begin + piece.get_shape()[0])
             if first < last:

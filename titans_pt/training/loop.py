@@ -4,7 +4,7 @@ import logging
 import math
 import platform
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -185,7 +185,7 @@ class Trainer:
         self.wandb: WandbLog | None = None
         self.tensorboard: TensorBoardLog | None = None
         self.metrics: MetricsLog | None = None
-        self._catch_up(ranks.on_first(lambda: self._open_logs(start)), start.revalidate)
+        self._catch_up(ranks.on_first(lambda: self._open_logs(start)))
         self.progress = Progress(self.step, max(self.step, self.last_step), shown=ranks.first)
         self.profiler = StepProfiler(folder.profile, train.profile_at if ranks.first else None, train.profile_steps)
         self.out_of_memory = OutOfMemory(
@@ -194,7 +194,7 @@ class Trainer:
         )  # fmt: skip
 
     def _open_logs(self, start: Start) -> list[dict]:
-        """Opens the logs of rank 0; returns the metrics of the steps already done."""
+        """Opens the logs of rank 0; returns the last record of each kind of the steps already done."""
         self.folder.write_settings(self.config)
         self.task.keep(self.folder)
         self.metrics = MetricsLog(self.folder.metrics, self.step, start.branch)  # keeps the curves that a branch leaves
@@ -214,19 +214,18 @@ class Trainer:
             self.config.parallel.zero_stage,
             self.config.train.precision, self.engine.accumulation, self.engine.micro_batch,
         )  # fmt: skip
-        return records
+        repeated = {"validation": self.step} if start.revalidate else {}
+        last = {record["kind"]: record for record in records if repeated.get(record["kind"]) != record["step"]}
+        return list(last.values())  # for all ranks: a long run has hundreds of thousands of records
 
-    def _catch_up(self, records: list[dict], revalidate: bool):
-        """Takes the losses and the validations of the steps already done from their metrics.
-
-        revalidate: whether this step's validation is to be repeated.
-        """
+    def _catch_up(self, records: list[dict]):
+        """Takes the loss and the validation of the steps already done from their last records."""
         for record in records:
             if record["kind"] == "train":
                 self.loss = record["loss"]
             elif record["kind"] == "evaluation":
                 self.evaluated_step = record["step"]
-            elif record["kind"] == "validation" and not (revalidate and record["step"] == self.step):
+            elif record["kind"] == "validation":
                 self._note_validation(record, record["step"])
                 if record["step"] == self.step and self._due:  # validated after this step's checkpoint, at a stop
                     self.patience.note(self.step, _or_nan(record["validation_loss"]))
@@ -504,24 +503,22 @@ class Trainer:
         The summary is empty if an evaluation beside the training is at work on the suite.
         """
 
-        def part() -> tuple[dict[str, Any] | None, str]:
-            try:
-                return runner.evaluate(self.folder.path, step=self.step, suite=suite, at=self.watch.at,
-                                       send=self._send_results), ""  # fmt: skip
-            except Busy as error:
-                return None, str(error).partition(";")[0]
-
-        own, busy = part()
-        self.watch.at(f"{suite} after step {self.step}, the samples of other ranks")
-        busy = next(filter(None, self.ranks.gather_objects(busy)), "")
-        if not busy:  # only the rank that ends last has a result
-            own, busy = self.ranks.on_first(lambda: (own, "") if own else part())
-        if busy:
+        def finish(summary: Callable[[], dict | None], busy: str = "") -> dict | None:
+            self.watch.at(f"{suite} after step {self.step}, the samples of other ranks")
+            busy = next(filter(None, self.ranks.gather_objects(busy)), "")
+            if not busy:
+                return self.ranks.on_first(summary)
             if self.ranks.first:
                 log.warning("step %d is not evaluated by %s: %s", self.step, suite, busy)
             return {}
-        assert own is not None  # no sample is left
-        return own
+
+        try:
+            found = runner.evaluate(self.folder.path, step=self.step, suite=suite, at=self.watch.at,
+                                    send=self._send_results, finish=finish)  # fmt: skip
+        except Busy as error:
+            found = finish(dict, str(error).partition(";")[0])
+        assert found is not None  # no sample is left
+        return found
 
     def _send_results(self, name: str, kind: str, folder: Path):
         if self.wandb:  # on rank 0, which collects all results

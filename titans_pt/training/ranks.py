@@ -1,6 +1,7 @@
 """The processes of a run: one, or several that torchrun (or another launcher with its variables) started."""
 
 import os
+import resource
 import tempfile
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -9,6 +10,7 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from titans_pt.errors import UserError
 from titans_pt.parallel.topology import RankGroup
@@ -74,6 +76,13 @@ class Ranks:
         failures = self.gather_objects(own if plain else RuntimeError(f"rank {self.rank} failed: {own!r}"))
         if failure := own or next((failure for failure in failures if failure is not None), None):
             raise failure
+
+    def broadcast(self, x: Tensor):
+        """Overwrites ``x``, on any device, by rank 0's values; every rank gives the same shape and dtype."""
+        if self.world_size > 1:
+            whole = x.to(self.device)
+            dist.broadcast(whole, 0)
+            x.copy_(whole)
 
     def sum(self, values: list[float]) -> list[float]:
         """Sums of each entry over ranks, in float64."""
@@ -150,6 +159,9 @@ def _join(backend: str, mine: Place, patience: timedelta):
                         "N, or unset WORLD_SIZE to start only one process")  # fmt: skip
     if not 0 < (number(text) or 0) < 65536:
         raise UserError(f"MASTER_PORT: given {text!r}; must be a port of {address}, from 1 to 65535")
+    # Rank 0's store keeps two connections open for each rank: the usual soft limit of 1,024 files ends at 512 ranks.
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     try:
         # Alone, torch would wait forever for another program that listens there silently.
         seconds = patience.total_seconds() + 10

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 from pydantic import ValidationError
+from torch import nn
 
 from titans_pt.config import Config, TrainConfig
 from titans_pt.config.checks import completed
@@ -109,16 +110,24 @@ def build_engine(task: Task, start: Start, ranks: Ranks) -> Engine:
     """Builds the engine with the weights and optimiser state of ``start``; ``task.config`` is start.config."""
     torch.manual_seed(task.config.run.seed)
     model = task.build_model()
-    if start.weights:
-        start.weights.load(model, fresh_of(task, task.config))
-    if start.state is None:
-        return Engine(task, model, ranks)
-    assert start.checkpoint
-    load_weights(model, checkpoints.read_weights(start.checkpoint))
+    if start.weights or start.checkpoint:
+        ranks.on_first(lambda: _load(model, start, task))  # else a thousand ranks would each read every weight
+        for p in model.parameters():
+            ranks.broadcast(p.detach())
     engine = Engine(task, model, ranks)
+    if start.state is None:
+        return engine
+    assert start.checkpoint
     with checkpoints.Tensors(start.checkpoint) as tensors:
         engine.masters.load_moments(tensors, start.state.adam_step)
     return engine
+
+
+def _load(model: nn.Module, start: Start, task: Task):
+    if start.checkpoint:
+        load_weights(model, checkpoints.read_weights(start.checkpoint))
+    elif start.weights:
+        start.weights.load(model, fresh_of(task, task.config))
 
 
 def _fresh(task: Task, identity: dict[str, str]) -> Start:

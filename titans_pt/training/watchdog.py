@@ -11,6 +11,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator
+from itertools import groupby
 from pathlib import Path
 
 import torch
@@ -200,8 +201,11 @@ class Watchdog:
 
         All ranks began together: the report of the longest life is the newest.
         """
-        ranks = [rank for rank in range(self.ranks.world_size) if self._store.check([str(rank)])]
-        found = {rank: json.loads(self._store.get(str(rank))) for rank in ranks}
+        keys = [str(rank) for rank in range(self.ranks.world_size)]
+        # All at once: when a run hangs all ranks ask, and with a thousand the store would not get through one by one.
+        if not self._store.check(keys):
+            keys = [key for key in keys if self._store.check([key])]
+        found = {int(key): json.loads(place) for key, place in zip(keys, self._store.multi_get(keys), strict=True)}
         newest = max((alive for _, _, alive, *_ in found.values()), default=0.0)
         return {rank: [place, stood + newest - alive, newest - alive, *process]
                 for rank, (place, stood, alive, *process) in found.items()}  # fmt: skip
@@ -219,14 +223,20 @@ class Watchdog:
         )
 
     def _report(self) -> str:
-        places, lines = self._places(), []
+        places, lines, alike = self._places(), [], dict[str, list[int]]()
         for rank in range(self.ranks.world_size):
-            if rank not in places:
-                lines.append(f"rank {rank} never reported its place")
+            where, age, silent, *_ = places.get(rank, ("", 0.0, 0.0))
+            if silent > 3 * self._interval:
+                lines.append(f"rank {rank} has been at {where} for {age:.0f} s and has been silent for {silent:.0f} s")
+            else:
+                alike.setdefault(where, []).append(rank)
+        for where, ranks in sorted(alike.items(), key=lambda item: len(item[1])):  # the odd one out before a thousand
+            if not where:
+                lines.append(f"{_named(ranks)} never reported {'its' if len(ranks) == 1 else 'their'} place")
                 continue
-            where, age, silent, *_ = places[rank]
-            also = f" and has been silent for {silent:.0f} s" if silent > 3 * self._interval else ""
-            lines.append(f"rank {rank} has been at {where} for {age:.0f} s{also}")
+            first, last = (f"{end(places[rank][1] for rank in ranks):.0f}" for end in (min, max))
+            spent = first if first == last else f"{first} to {last}"
+            lines.append(f"{_named(ranks)} {'has' if len(ranks) == 1 else 'have'} been at {where} for {spent} s")
         frame = traceback.extract_stack(sys._current_frames()[self._main])[-1]
         stacks = f"Their stacks are in {self._stacks.parent}. " if self._stacks else ""
         return (
@@ -235,6 +245,12 @@ class Watchdog:
             "or silent; if all are merely slow, raise train.timeout. The same command continues from the newest "
             "checkpoint"
         )
+
+
+def _named(ranks: list[int]) -> str:
+    """Ascending ranks in words: "rank 3", "ranks 0-2, 4"."""
+    runs = [[rank for _, rank in run] for _, run in groupby(enumerate(ranks), lambda pair: pair[1] - pair[0])]
+    return f"rank{'s' * (len(ranks) > 1)} " + ", ".join(f"{a[0]}-{a[-1]}" if len(a) > 1 else str(a[0]) for a in runs)
 
 
 def _process_space() -> str | None:

@@ -80,7 +80,7 @@ def run(tmp_path, monkeypatch):
         task=Language(load_config(folder.config)),
     )  # fmt: skip
 
-    def load_run(path, step=None, device="cpu", overrides=()):
+    def load_run(path, step=None, device="cpu", overrides=(), content=True):
         loaded.config = load_config(folder.config, overrides)
         return loaded
 

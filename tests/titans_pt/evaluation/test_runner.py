@@ -123,6 +123,20 @@ def test_a_damaged_summary_is_told_and_written_again(copying, capsys):
     assert "perplexity" not in found and unseal(path.read_bytes()) == found
 
 
+def test_ranks_of_a_training_are_silent_and_one_of_them_sums_up(copying, monkeypatch, capsys):
+    """Otherwise all of a thousand ranks that end together print the tables and write the plots."""
+    monkeypatch.setenv("WORLD_SIZE", "9")
+    found = []
+    for rank in range(9):
+        monkeypatch.setenv("RANK", str(rank))
+        assert evaluate("anywhere", SMALL, finish=lambda summary: found.append(summary)) is None
+    folder = copying.folder.evaluation / "step-00000007"
+    assert capsys.readouterr().out == "" and not (folder / "summary.json").exists()
+    assert len(list(folder.glob("needle*.jsonl"))) == 4, "ranks without a sample leave no file"
+    assert single(found[0]())["n"] == 4
+    assert (folder / "summary.json").exists()
+
+
 def test_ranks_cover_all_once_and_the_last_one_sums_up(copying, monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "3")
     folder = copying.folder.evaluation / "step-00000007"

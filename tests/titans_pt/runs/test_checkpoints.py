@@ -321,6 +321,16 @@ def test_prune_keeps_the_newest_and_never_the_one_just_written(tmp_path):
     assert names(tmp_path) == ["step-00000001", "step-00000003", "step-00000004"]
 
 
+def test_prune_looks_at_the_newest_alone(tmp_path, monkeypatch):
+    """A run with train.keep_every keeps hundreds, each with the files of a thousand ranks."""
+    for step in range(1, 8):
+        save(tmp_path, step)
+    looked, verify = [], checkpoints.verify
+    monkeypatch.setattr(checkpoints, "verify", lambda path, **more: looked.append(path.name) or verify(path, **more))
+    assert [checkpoints.step_of(path) for path in checkpoints.outdated(tmp_path, 2, keep_every=2)] == [1, 3, 5]
+    assert looked == ["step-00000007", "step-00000006"]
+
+
 def test_prune_keeps_every_so_manieth_for_good(tmp_path):
     for step in range(1, 8):
         save(tmp_path, step)

@@ -245,7 +245,6 @@ def test_a_file_is_no_run(tmp_path, monkeypatch, capsys, words):
 
 def test_no_checkpoint_yet(run):
     folder, _ = run
-    checkpoints.delete(checkpoints.outdated(folder.checkpoints, 0))
     for path in checkpoints.list_checkpoints(folder.checkpoints):
         checkpoints.shutil.rmtree(path)
     with pytest.raises(UserError, match="holds no checkpoint yet"):

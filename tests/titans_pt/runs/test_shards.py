@@ -135,3 +135,18 @@ def test_shards_become_whole_tensors(tmp_path, capsys):
     assert checkpoints.checkpoint_hash(path) == before, "states and results still belong to it"
     assert cli.run(["checkpoint", "merge", str(tmp_path)]) == 0
     assert "holds whole tensors already" in capsys.readouterr().out
+
+
+def test_a_rank_opens_the_files_that_hold_its_part_alone(tmp_path):
+    """A thousand ranks that each open the files of all others would keep their file system busy for minutes."""
+    numbers, cut = torch.randn(40), Whole((40,))
+    for rank in (2, 0, 3, 1):
+        pieces = {f"{kind}.c": numbers[10 * rank :][:10].clone() for kind in KINDS}
+        write_shard(checkpoints.unfinished(tmp_path, 5), rank, pieces, {"c": (0, 10 * rank)})
+    path = checkpoints.join(tmp_path, 4, {"c": cut}, STATE, lambda: False)
+    with ShardReader(path) as reader:
+        assert torch.equal(reader.span("exp_avg", "c", 0, 22, 30), numbers[22:30])
+        assert set(reader._files) == {path / shard_file(2)}
+        assert reader.keys() == {f"{kind}.c" for kind in KINDS}
+        assert set(reader._files) == {path / shard_file(2), path / shard_file(0)}
+        assert torch.equal(reader.span("exp_avg", "c", 0, 9, 31), numbers[9:31])

@@ -28,7 +28,8 @@ def test_a_batch_splits_over_ranks_and_micro_batches(tiny, samples, micro, world
 
 
 @pytest.mark.parametrize(("samples", "micro", "world", "message"), [
-    (4, 1, 3, "train.batch_tokens: given 64 = 4 samples .* multiple of 3 ranks x 16, e.g. 96"),
+    (4, 1, 3, "train.batch_tokens: given 64 = 4 samples .* multiple of 3 data ranks x 16, e.g. 96$"),
+    (128, 1, 1024, "multiple of 1024 data ranks x 16, e.g. 16384; 128 data ranks can share .* parallel.context 8-fold"),
     (10, 4, 1, "train.micro_batch: given 4; must divide the 10 samples .* e.g. 2"),
 ])  # fmt: skip
 def test_a_batch_that_does_not_split_says_what_would(tiny, samples, micro, world, message):

@@ -6,11 +6,38 @@ from types import SimpleNamespace
 import pytest
 from torch.distributed import DistNetworkError
 
+from tests.helpers.processes import run_forked
 from titans_pt.config import Config
 from titans_pt.errors import UserError
 from titans_pt.runs.folder import RunFolder
 from titans_pt.training import loop
 from titans_pt.training.ranks import process_group
+
+SCRIPT = """
+import resource, sys
+import torch
+from titans_pt.config.files import load_config
+from titans_pt.runs import checkpoints
+from titans_pt.tasks import task_of
+from titans_pt.training import resume
+from titans_pt.training.ranks import process_group
+
+_, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (100, most))
+with process_group() as ranks:
+    assert resource.getrlimit(resource.RLIMIT_NOFILE) == (most, most)
+    task = task_of(load_config(sys.argv[1], ["train.batch_tokens=64", "train.micro_batch=1"]))
+    weights = {name: torch.full_like(p, 0.5) for name, p in task.build_model().state_dict().items()}
+
+    def load(model, start, task):
+        assert ranks.first
+        model.load_state_dict(weights)
+
+    resume._load = load
+    engine = resume.build_engine(task, resume.Start(task.config, weights=object()), ranks)
+    assert all((p == 0.5).all() for p in engine.model.parameters())
+    print("alike", flush=True)
+"""
 
 
 @pytest.fixture
@@ -72,6 +99,15 @@ def test_one_process_alone_meets_itself_in_any_temporary_folder(tmp_path, monkey
     monkeypatch.setattr("titans_pt.training.ranks.dist.init_process_group", met)
     with pytest.raises(Met), process_group():
         pass
+
+
+def test_ranks_raise_the_limit_of_open_files_and_rank_0_alone_reads_weights(tmp_path, tiny):
+    """Rank 0's store has two connections for each rank; and a thousand ranks would each read all of a checkpoint."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    result = run_forked(2, str(script), str(tiny()))
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("alike") == 2
 
 
 def test_ranks_with_other_data_are_refused_by_name(monkeypatch):

@@ -372,3 +372,13 @@ def test_the_first_step_of_a_process_which_compiles_does_not_count_for_the_speed
               if record["kind"] == "train" and record["step"] > 20]  # fmt: skip
     tokens = checkpoints.read_state(run.folder / "checkpoints/step-00000024").config["train"]["batch_tokens"]
     assert speeds == [tokens / 1, 2 * tokens / 6]
+
+
+def test_ranks_get_the_last_records_of_a_resumed_run_alone(tiny, monkeypatch):
+    """A long run has hundreds of thousands of records, and a node has several ranks."""
+    config = tiny(train={"max_steps": 4, "log_every": 1, "eval_every": 1, "stop_at": 3})
+    loop.train(load_config(config))
+    told, catch_up = [], loop.Trainer._catch_up
+    monkeypatch.setattr(loop.Trainer, "_catch_up", lambda run, records: told.extend(records) or catch_up(run, records))
+    loop.train(load_config(config, ["train.stop_at=null"]))
+    assert [(record["kind"], record["step"]) for record in told] == [("train", 3), ("validation", 3)]

@@ -100,6 +100,9 @@ class Store(dict):
     def get(self, key, default=None):
         return super().get(key, default)
 
+    def multi_get(self, keys):
+        return [self[key] for key in keys]
+
 
 @pytest.fixture
 def watch(monkeypatch):
@@ -215,3 +218,41 @@ def test_a_store_that_does_not_answer_keeps_no_rank_from_ending(monkeypatch, wat
     assert watchdog._ended.wait(20)
     silent.set()
     assert "does not answer" in errors[0]
+
+
+class Ranks1024(Store):
+    """A store that 1,024 ranks have told their places; it counts what it is asked."""
+
+    asked = 0
+
+    def __init__(self):
+        at = dict.fromkeys(range(1024), "step 7, the sum of the losses") | {511: "step 7, reading its samples"}
+        super().__init__(
+            {str(rank): json.dumps([where, 60.0 + rank % 5, 99.0, None, None]) for rank, where in at.items()}
+        )
+
+    def check(self, keys):
+        self.asked += 1
+        return super().check(keys)
+
+    def multi_get(self, keys):
+        self.asked += 1
+        return super().multi_get(keys)
+
+    def get(self, key, default=None):
+        self.asked += 1
+        return super().get(key, default)
+
+
+def test_a_thousand_ranks_are_asked_at_once_and_reported_by_their_places():
+    """With a request for each, a thousand ranks that hang would keep the store from answering any of them in time."""
+    watchdog = Watchdog(SimpleNamespace(rank=0, world_size=1024), 30.0)
+    watchdog._store = Ranks1024()
+    report = watchdog._report()
+    assert watchdog._store.asked == 2
+    assert (
+        "rank 511 has been at step 7, reading its samples for 61 s; "
+        "ranks 0-510, 512-1023 have been at step 7, the sum of the losses for 60 to 64 s"
+    ) in report
+    del watchdog._store["8"], watchdog._store["9"]
+    assert "ranks 8-9 never reported their place" in watchdog._report()
