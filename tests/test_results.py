@@ -107,6 +107,23 @@ def learning_rates() -> list[str]:
     return [line(*row) for row in rates(runs, Records(RESULTS / "records")).rows]
 
 
+def larger_rates() -> list[str]:
+    """Validation losses of models of four times the size after a tenth of the tokens, by learning rate, and the rate of
+    their whole runs. Models whose three first rates were tried."""
+    text = []
+    for model in dict.fromkeys(row.model for row in found("scaling")[0].rows):
+        tried = {}
+        for path in (RESULTS / "records").glob(f"{model}-size-4x-lr*.json"):
+            trained = json.loads(path.read_text())["trained"]
+            tried[trained["lr"]] = trained["validation_loss"]
+        if len(tried) >= 3:
+            best, whole = min(tried.values()), json.loads((RESULTS / f"records/{model}-size-4x-s0.json").read_text())
+            losses = (tried.get(rate) for rate in (1e-3, 2e-3, 4e-3, 8e-3))
+            shown = ("-" if loss is None else f"**{loss:.4f}**" if loss == best else f"{loss:.4f}" for loss in losses)
+            text.append(line(Row(model).name, *shown, f"{whole['trained']['lr']:g}"))
+    return text
+
+
 def whole_at_rates() -> list[str]:
     """Models with whole runs of seed 0 at several rates: the loss of each rate's probe, the whole run, and nats to the
     rate that the probes choose."""
@@ -969,6 +986,7 @@ PAGES = {
         "| model | learning rate | perplexity |": models,
         "| model | 0.002 |": learning_rates,
         "| whole runs of | learning rate |": whole_at_rates,
+        "| four times the size | 0.001 |": larger_rates,
         "| with more tokens |": scaled,
         "| LMM | seeds |": ablations,
         "| values' filters start |": filters,
