@@ -21,11 +21,11 @@ def no_autocast(x: Tensor):
 
 
 def sent(x: Tensor, device: torch.device) -> Tensor:
-    """``x``, a tensor on the host, on ``device``, without waiting for the work that a GPU still has to do.
+    """``x`` on ``device``. From the host to a GPU, without waiting for the work that the GPU still has to do.
 
-    Not for tensors of a GPU: on the host their numbers could be read before they arrive.
+    Copies from a GPU wait: on the host their numbers could be read before they arrive.
     """
-    return x.to(device, non_blocking=True)
+    return x.to(device, non_blocking=x.device.type == "cpu")
 
 
 @contextlib.contextmanager

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from titans_pt.kernels.channel_scan import native
 from titans_pt.kernels.channel_scan.loop import loop_scan
-from titans_pt.kernels.common import no_autocast, transformed, warn_once
+from titans_pt.kernels.common import no_autocast, sent, transformed, warn_once
 from titans_pt.kernels.memory.dispatch import GPU, HAS_TRITON, INTERPRETED
 from titans_pt.kernels.memory.state import state_dtype
 
@@ -70,7 +70,7 @@ def channel_scan(
             if backend == "auto" and torch.compiler.is_compiling():
                 # Not at the top: it imports torch's compiler, which takes seconds.
                 from titans_pt.kernels.channel_scan.uncompiled import call
-            reset = None if reset is None else reset.to(x.device, non_blocking=True)
+            reset = None if reset is None else sent(reset, x.device)
             out, state = call(x.to(dtype), step.to(dtype), k.to(dtype), q.to(dtype), rate, state, reset)
     return out.to(x.dtype), state if output_final_state else None
 

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from titans_pt.kernels.common import no_autocast, transformed, warn_once
+from titans_pt.kernels.common import no_autocast, sent, transformed, warn_once
 from titans_pt.kernels.linear_memory.chunked import chunked_linear_memory
 from titans_pt.kernels.linear_memory.fla import fla_linear_memory, unsupported
 from titans_pt.kernels.linear_memory.naive import naive_linear_memory
@@ -84,7 +84,7 @@ def linear_memory(
             # For one token the definition needs fewer operators than the chunked form.
             implementation = naive_linear_memory if backend == "naive" or length == 1 else chunked_linear_memory
             read, k, v = (x.to(dtype) for x in (read, k, v))
-            reset = None if reset is None else reset.to(q.device, non_blocking=True)
+            reset = None if reset is None else sent(reset, q.device)
             out, state = implementation(read, k, v, decay, beta, erase, state, reset)
     return out[:, steps - 1 :: steps].to(q.dtype), state if output_final_state else None
 

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from titans_pt.kernels.common import sent
+
 
 @dataclass
 class Documents:
@@ -30,7 +32,7 @@ class Documents:
         ``most`` is a power of two, 8 at least: code compiled for it serves nearly all batches.
         """
         count = max(8, int(reset.sum(1).max()))
-        return Documents._make(reset.to(device, non_blocking=True), 1 << (count - 1).bit_length(), reset.cpu())
+        return Documents._make(sent(reset, device), 1 << (count - 1).bit_length(), reset.cpu())
 
     @staticmethod
     def _make(starts: Tensor, most: int, host: Tensor | None = None) -> "Documents":

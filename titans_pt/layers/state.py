@@ -15,6 +15,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 import torch
 
 from titans_pt.errors import UserError
+from titans_pt.kernels.common import sent
 from titans_pt.layers.documents import Documents
 
 SHARED = {"shared": True}
@@ -241,7 +242,7 @@ def usable(state: Any, documents: Documents | None) -> Any:
     def finite(tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.is_floating_point() or len(tensor) != len(begins):
             return tensor
-        rows = begins.to(tensor.device, non_blocking=True).view(-1, *[1] * (tensor.dim() - 1))
+        rows = sent(begins, tensor.device).view(-1, *[1] * (tensor.dim() - 1))
         return tensor.masked_fill(rows & ~tensor.isfinite(), 0)
 
     return map_tensors(state, finite)

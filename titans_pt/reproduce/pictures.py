@@ -13,6 +13,7 @@ from titans_pt.tools.plots import (
     plot_losses,
     powers_of_two,
     save_figure,
+    stroke,
     styles,
 )
 from titans_pt.tools.statistics import wilson, without_keys
@@ -45,8 +46,7 @@ def _named(start: Path, name: str) -> Path:
 
 def _style(n: int, record: dict) -> dict:
     """Line style of the n-th model; lines of THICK are thicker."""
-    width = 2.2 if record["model"] in THICK else 1.1
-    return {"color": f"C{n % 10}", "linestyle": ("-", "--", "-.")[n // 10 % 3], "linewidth": width}
+    return stroke(n) | {"linewidth": 2.2 if record["model"] in THICK else 1.1}
 
 
 def training(shown: Seeds, start: Path) -> list[Path]:

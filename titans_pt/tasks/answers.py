@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from titans_pt.config import Config
 from titans_pt.config.checks import stop_condition
 from titans_pt.errors import UserError
+from titans_pt.kernels.common import sent
 from titans_pt.layers.loss import cross_entropy
 from titans_pt.models import LanguageModel, build_model
 from titans_pt.models.mixers.base import Need
@@ -183,7 +184,7 @@ class AnswerLoss(NextTokenLoss):
         if samples:
             found = found if split else apart(found, *samples)
             asked, starts = (apart(part, *samples) for part in (asked, reset))
-        asked = asked.to(found.device, non_blocking=True)
+        asked = sent(asked, found.device)
         share = asked.to(found.dtype) / asked.sum(1, keepdim=True) if here is None else here
         figures = (found * share.unsqueeze(-1)).sum(1)  # loss and accuracy of each sample or row
         loss, accuracy = figures.view(rows, -1, 2).mean(1).unbind(-1)
@@ -210,7 +211,7 @@ class AnswerLoss(NextTokenLoss):
         """Compute :meth:`_losses` at the places ``asked`` (b, t) alone, which are few; 0 elsewhere."""
         if self.parts > 1:  # ranks share the steps of each sequence, and gather them for the head
             return self._few_at_a_time(x, targets)
-        places = asked.flatten().nonzero().flatten().to(x.device, non_blocking=True)
+        places = sent(asked.flatten().nonzero().flatten(), x.device)
         if not len(places):  # a piece of a row: the backward pass still goes through the model
             places = places.new_zeros(1)
         x, chosen = (part.flatten(0, 1)[places].unsqueeze(0) for part in (x, targets))

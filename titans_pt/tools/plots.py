@@ -171,6 +171,11 @@ def styles(count: int) -> list[dict]:
     return [{"color": f"C{n % 10}", "marker": "os^v"[n // 10 % 4]} for n in range(count)]
 
 
+def stroke(n: int) -> dict[str, Any]:
+    """Colour and dash of the n-th line without markers: colours repeat after ten lines, with another dash."""
+    return {"color": f"C{n % 10}", "linestyle": ("-", "--", "-.")[n // 10 % 3]}
+
+
 def from_zero(axes: Axes) -> None:
     """Sets y from zero to a little above the highest point: without this margin, markers at the top are cut."""
     top = axes.dataLim.y1
@@ -245,9 +250,9 @@ def plot_losses(
     Args:
         curves: (training, validation) losses by name.
         unit: unit of the loss.
-        inks: styles of the lines; None: a colour for each.
+        inks: styles of the lines; None: those of :func:`stroke`.
     """
-    inks = inks or [{"color": f"C{n % 10}", "linestyle": "-" if n < 10 else "--"} for n in range(len(curves))]
+    inks = inks or [stroke(n) for n in range(len(curves))]
     figure = new_figure(12.5, 4.6)
     drawn = []
     panels = list(zip(figure.subplots(1, 2), ("training", "validation"), strict=True))

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 
 from tests.helpers.processes import ENVIRONMENT, curve, run_jobs
 from tests.titans_pt.parallel.test_split import on_ranks
+from tests.titans_pt.tasks.test_ruler import settings
 from titans_pt.config.files import load_config
 from titans_pt.config.yaml import resolved_yaml
 from titans_pt.data_pipeline.loader import collate
@@ -244,9 +245,11 @@ def test_a_changed_setting_of_the_task_is_named_at_a_resume_and_moved_stages_are
 
 
 @pytest.mark.parametrize("name", ["recall", "needles", "state_tracking", "ruler"])
-def test_a_batch_of_another_device(name):
+def test_a_batch_of_another_device(name, tiny, prepared):
     """Parts of a batch stay on the host; meta tensors stand for a GPU's."""
-    task = TASKS.find(name)(load_config(name, ["model.mixers=[swa]", "model.d_model=32", "model.n_layers=1"]))
+    config, words = (tiny(), settings(prepared)) if name == "ruler" else (name, [])
+    small = ["model.mixers=[swa]", "model.d_model=32", "model.n_layers=1"]
+    task = TASKS.find(name)(load_config(config, [*words, *small]))
     batch = collate([task.open().train.sample(0)])
     with torch.device("meta"):
         loss = task.objective(task.build_model(), RankGroup())
