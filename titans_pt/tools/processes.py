@@ -21,15 +21,17 @@ _PROGRESS = "progress"
 
 @dataclass(frozen=True)
 class Place:
-    """``rank`` of ``size`` processes. local_rank: rank on this machine; None: unknown."""
+    """``rank`` of ``size`` processes. local_rank: rank on this machine; local_size: processes on this machine; None:
+    unknown."""
 
     rank: int = 0
     size: int = 1
     local_rank: int | None = None
+    local_size: int | None = None
 
 
 def place(environment: Mapping[str, str] = os.environ, strict: bool = True) -> Place:
-    """Reads RANK, WORLD_SIZE and LOCAL_RANK.
+    """Reads RANK, WORLD_SIZE, LOCAL_RANK, and LOCAL_WORLD_SIZE (torchrun) or LOCAL_SIZE (deepspeed).
 
     Raises:
         UserError: these contradict each other or are not numbers. If not ``strict``, the process then counts as alone.
@@ -62,7 +64,8 @@ def _place(environment: Mapping[str, str]) -> Place:
     local = number(local_rank) if local_rank else None
     if size > 1 and local_rank and local is None:
         raise UserError(f"LOCAL_RANK: given {local_rank!r}; must be a number: that of this process on its machine")
-    return Place(place, size, local)
+    here = number(environment.get("LOCAL_WORLD_SIZE") or environment.get("LOCAL_SIZE") or "")
+    return Place(place, size, local, here or None)
 
 
 def note_progress(environment: Mapping[str, str] = os.environ):

@@ -81,7 +81,7 @@ class TrainingPlan:
             f"micro-batches x {self.micro_batch} samples x {self.config.data.seq_len} tokens\n"
             f"{self._read()}"
             f"plan: estimated memory per rank, on a {device}, {self.total / GIB:.2f} GiB: {kinds}\n"
-            f"{self._idle()}plan: {self.cost.text()}"
+            f"{self._idle()}{self._spanning()}plan: {self.cost.text()}"
         )
 
     def _frozen(self) -> str:
@@ -111,6 +111,16 @@ class TrainingPlan:
             f"plan: the memory's serial kernels have {programs} programs a call (samples x heads), which keep "
             f"{busy:.0%} of an H100's {MULTIPROCESSORS} multiprocessors busy; a larger train.micro_batch, or fewer "
             "ranks for the same batch, is faster\n"
+        )
+
+    def _spanning(self) -> str:
+        """A warning if ranks of a tensor group, which are neighbours, are on different nodes."""
+        tensor, node = self.config.parallel.tensor, place(strict=False).local_size
+        if node is None or node >= self.ranks or node % tensor == 0:
+            return ""
+        return (
+            f"plan: warning: groups of parallel.tensor={tensor} ranks span nodes of {node} processes, whose network is "
+            f"slower than a node's; parallel.tensor={math.gcd(tensor, node)} stays inside\n"
         )
 
     def check(self, gib: float | None = None):

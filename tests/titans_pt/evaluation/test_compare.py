@@ -86,6 +86,14 @@ def test_without_results(tmp_path):
         compare_task([results(tmp_path / "b", 3, 0.25)], "qa1", tmp_path / "c.png", step=3)
 
 
+def test_a_run_whose_task_lacks_the_suite_is_not_sent_to_it(tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.yaml").write_text(resolved_yaml(load_config("recall")))
+    with pytest.raises(UserError, match="run: a run of task=recall has no babilong suite, only recall; leave --task out$"):
+        compare_task([run], "qa1", tmp_path / "c.png")
+
+
 def test_a_task_that_no_suite_has_is_said_to_be_unknown(tmp_path):
     with pytest.raises(UserError, match="--task: given 'nope'; allowed: niah_single_1, .*, qa5$"):
         compare_task([results(tmp_path / "a", 3, 0.25)], "nope", tmp_path / "c.png")

@@ -15,6 +15,9 @@ from titans_pt.tools.processes import Place, check_alone, place
     ({"WORLD_SIZE": "1", "LOCAL_RANK": "2"}, Place(0, 1, 2)),
     ({"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}, Place(3, 4, 1)),
     ({"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": ""}, Place(3, 4)),
+    ({"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, Place(3, 4, 1, 2)),  # torchrun
+    ({"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_SIZE": "2"}, Place(3, 4, 1, 2)),  # deepspeed
+    ({"RANK": "3", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "0"}, Place(3, 4)),
 ])  # fmt: skip
 def test_place(environment, expected):
     assert place(environment) == place(environment, strict=False) == expected

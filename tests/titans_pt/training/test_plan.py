@@ -132,6 +132,18 @@ def test_serial_kernels_that_leave_a_gpu_idle_are_told(ranks, told):
     assert bool(told) == ("programs a call" in text) and re.search(told, text)
 
 
+@pytest.mark.parametrize(("here", "told"), [
+    (None, ""), ("8", ""), ("4", ""), ("2", "tensor=4 ranks span nodes of 2 processes.*; parallel.tensor=2 stays inside"),
+    ("6", "parallel.tensor=4 ranks span nodes of 6 processes.*; parallel.tensor=2 stays inside"),
+])  # fmt: skip
+def test_tensor_groups_that_span_nodes_are_told(config, monkeypatch, here, told):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": here or ""}.items():
+        monkeypatch.setenv(name, value)
+    changes = {"parallel": {"tensor": 4}, "model": {"n_heads": 4, "mlp_hidden": 64}}
+    text = make_plan(task_of(config(**changes)), ranks=8).text()
+    assert bool(told) == ("span nodes" in text) and re.search(told, text)
+
+
 def test_what_cannot_fit_is_refused(config):
     plan = make_plan(task_of(config()), ranks=1)
     plan.check(plan.total / GIB / 0.8)
