@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import sys
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -23,6 +24,18 @@ if (workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))) > 1:
 # Every run draws the same examples: a failure is the change's fault. --hypothesis-profile=default searches more widely.
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")
+
+_OWN = tuple(f"{Path(__file__).parents[1] / name}{os.sep}" for name in ("data", "corpora", "runs"))
+"""Folders of a checkout that git ignores."""
+
+
+def _refuse_own_files(event: str, arguments: tuple):
+    """A test that reads what somebody prepared in this checkout fails in a fresh one."""
+    if event == "open" and isinstance(arguments[0], str) and os.path.abspath(arguments[0]).startswith(_OWN):
+        raise RuntimeError(f"a test opens {arguments[0]}, which a fresh checkout lacks; make it in tmp_path")
+
+
+sys.addaudithook(_refuse_own_files)
 
 LONGEST = (
     "test_processes", "test_faults", "test_matrix", "test_watchdog", "test_exchange", "test_baselines_trained",
