@@ -30,7 +30,7 @@ _OWN = tuple(f"{Path(__file__).parents[1] / name}{os.sep}" for name in ("data", 
 
 
 def _refuse_own_files(event: str, arguments: tuple):
-    """A test that reads what somebody prepared in this checkout fails in a fresh one."""
+    """A test that reads what somebody prepared in this checkout does otherwise in a fresh one."""
     if event == "open" and isinstance(arguments[0], str) and os.path.abspath(arguments[0]).startswith(_OWN):
         raise RuntimeError(f"a test opens {arguments[0]}, which a fresh checkout lacks; make it in tmp_path")
 

@@ -166,6 +166,7 @@ def test_token_files_may_be_named_where_they_now_are(run, prepared, tmp_path, mo
     folder, _ = run
     text = folder.config.read_text()
     folder.config.write_text(text.replace(str(prepared), "data/small"))
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match="data.dir=data/small: "):
         evaluate(folder.path, SMALL, suite="perplexity")
     monkeypatch.chdir(prepared.parent)
