@@ -69,7 +69,12 @@ def seeds_of(study: Study, row: Row, order: Order) -> tuple[int, ...]:
 
 
 def run_name(row: Row, seed: int) -> str:
-    return f"{row.model}{'-' + row.variant if row.variant else ''}-s{seed}"
+    return f"{_label(row)}-s{seed}"
+
+
+def _label(row: Row) -> str:
+    """First part of the names of a row's runs."""
+    return f"{row.model}-{row.variant}" if row.variant else row.model
 
 
 def runs_of(study: Study, order: Order) -> list[Run]:
@@ -83,14 +88,14 @@ def runs_of(study: Study, order: Order) -> list[Run]:
         return [_timing(study, row, order) for row in study.rows]
     planned = [(row, seed) for row in study.rows for seed in seeds_of(study, row, order)]
     runs: list[Run] = []
-    choices = {model: _choice(study, model, order) for model in {row.model for row in study.rows}}
+    choices = {row: _choice(study, row, order) for row in {row.chooses for row in study.rows}}
     measures: dict[str, tuple[Measure, ...]] = {}
     for row, seed in sorted(planned, key=lambda item: item[1]):  # stable: the study's order within a seed
         name = run_name(row, seed)
         config = _config(study, row, seed, order, name)
         before = [run for run in runs if run.name == _before(study, row, seed, order)]
         taken = measures[row.key] = measures.get(row.key) or _measures(study, config)  # the same for all seeds
-        runs.append(Run(name, row.model, row.variant, config, taken, choices[row.model], tuple(before)))
+        runs.append(Run(name, row.model, row.variant, config, taken, choices[row.chooses], tuple(before)))
     return runs
 
 
@@ -115,22 +120,21 @@ def _own_rates(study: Study) -> Grid | None:
     return RATES.get(study.size) if study.rated else None
 
 
-def _choice(study: Study, model: str, order: Order) -> Choice | None:
-    """Choice of a model's learning rate; None: the configured rate is used."""
+def _choice(study: Study, row: Row, order: Order) -> Choice | None:
+    """Choice of a row's learning rate; None: the configured rate is used."""
     own, given = _own_rates(study), Grid(tuple(order.rates))
-    probe = cache(lambda rate: _probe(study, model, rate, order))
+    probe = cache(lambda rate: _probe(study, row, rate, order))
     if own:
-        return Choice(given, probe) if order.rates else Choice(own, probe, own.first)
+        return Choice(row, given, probe) if order.rates else Choice(row, own, probe, own.first)
     if not order.rates:
         return None
-    row = Row(model)
     seed = seeds_of(study, row, order)[0]
     name = run_name(row, seed)
-    first = Run(name, model, "", _config(study, row, seed, order, name))
+    first = Run(name, row.model, row.variant, _config(study, row, seed, order, name))
     plain = (first.config.train.lr,)
     if study.probe_share == 1:
         probe = cache(lambda rate: first.at(rate, named=rate not in plain))
-    return Choice(given, probe, plain)
+    return Choice(row, given, probe, plain)
 
 
 def _before(study: Study, row: Row, seed: int, order: Order) -> str | None:
@@ -190,13 +194,13 @@ def _timing(study: Study, row: Row, order: Order) -> Timing:
                   lengths=study.timed, tokens=max(study.timed))  # fmt: skip
 
 
-def _probe(study: Study, model: str, rate: float, order: Order) -> Run:
-    """Short run of the unchanged model at seed 0; the model's variants use the same rate."""
-    name, row = f"{model}-lr{rate:g}", Row(model)
+def _probe(study: Study, row: Row, rate: float, order: Order) -> Run:
+    """Short run of a row at seed 0."""
+    name = f"{_label(row)}-lr{rate:g}"
     whole = _config(study, row, 0, order, name)
     tokens = whole.train.max_steps * whole.train.batch_tokens // study.probe_share
     short = replace(order, tokens=tokens, words=[*order.words, f"train.lr={rate!r}"])
-    return Run(name, model, "", _config(study, row, 0, short, name))
+    return Run(name, row.model, row.variant, _config(study, row, 0, short, name))
 
 
 def _config(study: Study, row: Row, seed: int, order: Order, name: str) -> Config:

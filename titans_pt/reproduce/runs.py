@@ -23,6 +23,7 @@ from titans_pt.errors import Diverged, UserError
 from titans_pt.reproduce.measures import Measure, last_names
 from titans_pt.reproduce.rates import Grid, Progress
 from titans_pt.reproduce.records import Records, compare, without_folders
+from titans_pt.reproduce.study import Row
 from titans_pt.runs import checkpoints
 from titans_pt.runs.folder import RunFolder, versions
 from titans_pt.runs.metrics import read_metrics
@@ -35,12 +36,13 @@ from titans_pt.training.plan import Cost, cost_of
 
 @dataclass(frozen=True)
 class Choice:
-    """Choice of a learning rate by runs ``probe(rate)`` on a ``grid``.
+    """Choice of a row's learning rate by runs ``probe(rate)`` on a ``grid``.
 
     plain: rates that are not in the names of runs: those of the first grid, which keeps its records valid, or the
     config's.
     """
 
+    row: Row
     grid: Grid
     probe: Callable[[float], "Run"]
     plain: tuple[float, ...] = ()

@@ -215,7 +215,8 @@ def _ideas(size: str) -> Study:
 
 
 def _scaling(size: str) -> Study:
-    """Four times the tokens, and four times the parameters (without embedding), at the tiny study's learning rates."""
+    """Four times the tokens, at the learning rates of the tiny study, and four times the parameters (without embedding),
+    at rates of their own."""
     wide = "model.d_model=256", "model.n_heads=8"
     hidden = {"mac": 768, "lmm": 1032, "mag": 856, "mamba2": 1000, "gated_deltanet": 1040, "ttt_mlp": 1128,
               "transformer": 1224}  # fmt: skip
@@ -223,13 +224,13 @@ def _scaling(size: str) -> Study:
     rows = (
         *map(Row, hidden),
         *(Row(model, "tokens-4x", ("train.max_steps=4096",), "four times the tokens") for model in hidden),
-        *(Row(model, "size-4x", (*wide, *heads.get(model, ()), f"model.mlp_hidden={width}"), "four times the size")
-          for model, width in hidden.items()),
+        *(Row(model, "size-4x", (*wide, *heads.get(model, ()), f"model.mlp_hidden={width}"), "four times the size",
+              rated=True) for model, width in hidden.items()),
     )  # fmt: skip
     longer = Measure("longer", "perplexity", ("evaluation.perplexity.tokens=262144",
                                               "evaluation.perplexity.length=65536"))  # fmt: skip
     columns = (*_text_columns()[:2], Column("to 64K", "longer", measures.text_loss))
-    note = "All rows of a model have its learning rate, chosen on a tenth of the tokens of its first row."
+    note = "More tokens: at the learning rate of the model's first row. Each size has its own, from a tenth of its tokens."
     return Study("scaling", "Does the order last: more tokens, larger models", size, rows, columns,
                  (*_measures(size, "text", "long"), longer), size, note, seeds={row.key: (0, 1) for row in rows},
                  pictures=(pictures.training, partial(pictures.positions, measure="longer")))  # fmt: skip

@@ -59,6 +59,7 @@ class Row:
     words: settings of the variant; None: from VARIANTS. change: displayed name of the variant; "": from CHANGES.
     after: variant of the same model from whose trained weights this row starts: those of the same seed, or of the first
         seed if the variant has no run of the same.
+    rated: whether the row's own probes choose its learning rate; otherwise the unchanged model's rate is used.
     """
 
     model: str
@@ -66,6 +67,12 @@ class Row:
     words: tuple[str, ...] | None = field(default=None, compare=False)
     change: str = field(default="", compare=False)
     after: str = field(default="", compare=False)
+    rated: bool = field(default=False, compare=False)
+
+    @property
+    def chooses(self) -> "Row":
+        """The row whose probes choose this row's learning rate."""
+        return self if self.rated else Row(self.model)
 
     @property
     def settings(self) -> tuple[str, ...]:

@@ -179,13 +179,13 @@ def behind(study: Study, found: Sequence[Cell]) -> Table | None:
 
 
 def rates(runs: Sequence[Run], records: Records) -> Table | None:
-    """Table of how each model's learning rate was chosen; None if none was chosen."""
-    models = {Row(run.model).name: run for run in runs if run.choice}
-    if not models:
+    """Table of how the learning rates were chosen, a line for each choice; None if none was chosen."""
+    choosing = {run.choice.row: run for run in runs if run.choice}
+    if not choosing:
         return None
-    tried = sorted({probe.config.train.lr for run in models.values() for probe in run.probes(records)})
+    tried = sorted({probe.config.train.lr for run in choosing.values() for probe in run.probes(records)})
     table = Table(["model", *(f"{rate:g}" for rate in tried), "chosen"])
-    for model, run in models.items():
+    for row, run in choosing.items():
         shown = dict.fromkeys(tried, NONE)
         for probe in run.probes(records):
             if record := probe.record(records):
@@ -194,21 +194,21 @@ def rates(runs: Sequence[Run], records: Records) -> Table | None:
             else:
                 shown[probe.config.train.lr] = NOT_RUN
         ready = run.settled(records)
-        table.rows.append([model, *shown.values(), f"{ready.config.train.lr:g}" if ready else "-"])
+        table.rows.append([row.name, *shown.values(), f"{ready.config.train.lr:g}" if ready else "-"])
     return table
 
 
 def tenths(runs: Sequence[Run], records: Records) -> Table | None:
     """Table that shows whether probes order learning rates as whole runs do, by their validation losses.
 
-    It has the models with records of whole runs of the first seed at several rates; None without such a model.
+    It has the rows with records of whole runs of the first seed at several rates; None without such a row.
     """
     table = Table(["model", "learning rates", "after the probe", "after the whole run", "same best", "same order"])
-    first_seeds: dict[str, Run] = {}
+    first_seeds: dict[Row, Run] = {}
     for run in runs:
-        if run.choice and not run.variant:
-            first_seeds.setdefault(run.model, run)
-    for run in first_seeds.values():
+        if run.choice and (run.model, run.variant) == (run.choice.row.model, run.choice.row.variant):
+            first_seeds.setdefault(run.choice.row, run)
+    for row, run in first_seeds.items():
         losses: dict[float, list[float]] = {}
         for probe in run.probes(records):
             rate, short = probe.config.train.lr, probe.record(records)
@@ -221,7 +221,7 @@ def tenths(runs: Sequence[Run], records: Records) -> Table | None:
         first, last = ([rate for _, rate in sorted((loss[n], rate) for rate, loss in losses.items())] for n in (0, 1))
         shown = [", ".join(f"{loss[n]:.4f}" for loss in losses.values()) for n in (0, 1)]
         same = ("yes" if left == right else "no" for left, right in ((first[0], last[0]), (first, last)))
-        table.rows.append([Row(run.model).name, ", ".join(f"{rate:g}" for rate in losses), *shown, *same])
+        table.rows.append([row.name, ", ".join(f"{rate:g}" for rate in losses), *shown, *same])
     return table if table.rows else None
 
 
