@@ -214,3 +214,30 @@ def test_a_loss_that_is_not_finite_is_shown_as_failed(tmp_path):
     made.whole(made.first.settled(made.records), None)
     made.whole(made.first.at(2e-3, named=True), 2.5)
     assert tenths(made.runs, made.records) is None, "one rate with both losses orders nothing"
+
+
+def test_a_model_of_another_size_tries_rates_itself(tmp_path):
+    order = Order(tmp_path, models=["mamba2"], seeds=(0,))
+    asked, records = chosen(study("scaling", "tiny"), order), Records(tmp_path / "records")
+    plain, longer, larger = runs_of(asked, order)
+    assert (longer.variant, larger.variant) == ("tokens-4x", "size-4x")
+    assert longer.probes(records) == plain.probes(records)
+    own = larger.probes(records)
+    assert [probe.name for probe in own] == [f"mamba2-size-4x-lr{rate}" for rate in (0.002, 0.004, 0.008)]
+    for probe in own:
+        assert probe.config.model == larger.config.model
+        assert probe.config.train.max_steps == larger.config.train.max_steps // 10
+    for probe, loss in zip(plain.probes(records), (3.0, 1.5, 2.0), strict=True):
+        records.write(probe.name, record(probe, loss=loss))
+    assert plain.settled(records) and longer.settled(records) and not larger.settled(records)
+    for probe, loss in zip(own, (1.1, 1.2, 1.3), strict=True):
+        records.write(probe.name, record(probe, loss=loss))
+    lowest = larger.probes(records)[0]
+    assert lowest.name == "mamba2-size-4x-lr0.001"
+    records.write(lowest.name, record(lowest, loss=1.4))
+    assert (larger.settled(records).name, larger.settled(records).config.train.lr) == ("mamba2-size-4x-s0", 2e-3)
+    assert longer.settled(records).config.train.lr == 4e-3
+    assert rates([plain, longer, larger], records).rows == [
+        ["Mamba2", "-", "3.0000", "1.5000", "2.0000", "0.004"],
+        ["Mamba2, four times the size", "1.4000", "1.1000", "1.2000", "1.3000", "0.002"],
+    ]

@@ -158,7 +158,8 @@ def test_four_times_the_tokens_and_four_times_the_size():
     for (model, variant), run in found.items():
         of_base, asked = found[model, ""].config, run.config
         times = 4 if variant == "tokens-4x" else 1
-        assert asked.train.max_steps == times * of_base.train.max_steps and run.choice == found[model, ""].choice
+        assert asked.train.max_steps == times * of_base.train.max_steps
+        assert (run.choice == found[model, ""].choice) == (variant != "size-4x")
         assert asked.model.head_width == of_base.model.head_width
         embedding = asked.model.vocab_size * asked.model.d_model
         without_embedding.setdefault(variant, []).append(run.cost.parameters - embedding)
