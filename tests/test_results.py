@@ -127,7 +127,7 @@ def larger_rates() -> list[str]:
 def whole_at_rates() -> list[str]:
     """Models with whole runs of seed 0 at several rates: the loss of each rate's probe, the whole run, and nats to the
     rate that the probes choose."""
-    _, runs, _ = found("table1")
+    runs = [*found("table1")[1], *(run for run in found("scaling")[1] if run.choice.row.variant)]
     records, text = Records(RESULTS / "records"), []
     for run in (run for run in runs if run.config.run.seed == 0):
         probes = {probe.config.train.lr: probe.record(records) for probe in run.probes(records)}
@@ -140,7 +140,7 @@ def whole_at_rates() -> list[str]:
         for column, (title, measure) in zip(columns, (("perplexity", "text"), ("to 16K", "long")), strict=True):
             losses = {lr: pool({0: text_loss(whole[lr]["measured"][measure])}) for lr in rates}
             column += [(number(losses[lr].mean), behind_at(losses[lr], losses[chosen], title)) for lr in rates]
-        text += [line(Row(run.model).name, f"{lr:g}", f"{probes[lr]['trained']['validation_loss']:.4f}", *near, *far)
+        text += [line(run.choice.row.name, f"{lr:g}", f"{probes[lr]['trained']['validation_loss']:.4f}", *near, *far)
                  for lr, near, far in zip(rates, *columns, strict=True)]  # fmt: skip
     return text
 

@@ -62,6 +62,9 @@ TINY = SUITES | {
 """Measures for models that were trained at 512."""
 LEADING_IDEAS = ("lmm/omega-16", "lmm/omega-4")
 """The later ideas ahead of LMM and MAC on the tiny study's text: they have a second seed."""
+LARGER_RATED = ("mamba2", "ttt_mlp")
+"""Models whose larger form is trained at the best of the learning rates that it tried itself; those of other models have
+the small model's rate."""
 ABLATIONS = (
     *(Row(model) for model in TITANS), Row("lmm", "depth-1"), Row("lmm", "no-conv"), Row("lmm", "no-momentum"),
     Row("lmm", "no-forgetting"), Row("lmm", "no-persistent"),
@@ -215,8 +218,8 @@ def _ideas(size: str) -> Study:
 
 
 def _scaling(size: str) -> Study:
-    """Four times the tokens, at the learning rates of the tiny study, and four times the parameters (without embedding),
-    at rates of their own."""
+    """Four times the tokens, and four times the parameters (without embedding), at the learning rates of the tiny study
+    or of their own."""
     wide = "model.d_model=256", "model.n_heads=8"
     hidden = {"mac": 768, "lmm": 1032, "mag": 856, "mamba2": 1000, "gated_deltanet": 1040, "ttt_mlp": 1128,
               "transformer": 1224}  # fmt: skip
@@ -225,12 +228,14 @@ def _scaling(size: str) -> Study:
         *map(Row, hidden),
         *(Row(model, "tokens-4x", ("train.max_steps=4096",), "four times the tokens") for model in hidden),
         *(Row(model, "size-4x", (*wide, *heads.get(model, ()), f"model.mlp_hidden={width}"), "four times the size",
-              rated=True) for model, width in hidden.items()),
+              rated=model in LARGER_RATED) for model, width in hidden.items()),
     )  # fmt: skip
     longer = Measure("longer", "perplexity", ("evaluation.perplexity.tokens=262144",
                                               "evaluation.perplexity.length=65536"))  # fmt: skip
     columns = (*_text_columns()[:2], Column("to 64K", "longer", measures.text_loss))
-    note = "More tokens: at the learning rate of the model's first row. Each size has its own, from a tenth of its tokens."
+    own = " and ".join(Row(model).name for model in LARGER_RATED)
+    note = ("All rows of a model have its learning rate, chosen on a tenth of the tokens of its first row. Only the larger "
+            f"{own} chose theirs on a tenth of their own.")  # fmt: skip
     return Study("scaling", "Does the order last: more tokens, larger models", size, rows, columns,
                  (*_measures(size, "text", "long"), longer), size, note, seeds={row.key: (0, 1) for row in rows},
                  pictures=(pictures.training, partial(pictures.positions, measure="longer")))  # fmt: skip
