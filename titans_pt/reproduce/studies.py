@@ -62,7 +62,7 @@ TINY = SUITES | {
 """Measures for models that were trained at 512."""
 LEADING_IDEAS = ("lmm/omega-16", "lmm/omega-4")
 """The later ideas ahead of LMM and MAC on the tiny study's text: they have a second seed."""
-LARGER_RATED = ("mamba2", "ttt_mlp")
+LARGER_RATED = ("mamba2", "gated_deltanet", "ttt_mlp")
 """Models whose larger form is trained at the best of the learning rates that it tried itself; those of other models have
 the small model's rate."""
 ABLATIONS = (
@@ -233,9 +233,9 @@ def _scaling(size: str) -> Study:
     longer = Measure("longer", "perplexity", ("evaluation.perplexity.tokens=262144",
                                               "evaluation.perplexity.length=65536"))  # fmt: skip
     columns = (*_text_columns()[:2], Column("to 64K", "longer", measures.text_loss))
-    own = " and ".join(Row(model).name for model in LARGER_RATED)
+    own = ", ".join(Row(model).name for model in LARGER_RATED)
     note = ("All rows of a model have its learning rate, chosen on a tenth of the tokens of its first row. Only the larger "
-            f"{own} chose theirs on a tenth of their own.")  # fmt: skip
+            f"models of {own} chose theirs on a tenth of their own.")  # fmt: skip
     return Study("scaling", "Does the order last: more tokens, larger models", size, rows, columns,
                  (*_measures(size, "text", "long"), longer), size, note, seeds={row.key: (0, 1) for row in rows},
                  pictures=(pictures.training, partial(pictures.positions, measure="longer")))  # fmt: skip
