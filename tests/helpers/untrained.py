@@ -19,7 +19,8 @@ def untrained_run(folder: Path, prepared: Path, seed: int = 0, data: dict | None
     """Fill ``folder``; ``prepared`` holds the tokenizer; ``data`` and ``model`` are changes to TINY's settings. Without
     a ``dir`` in ``data`` the run has no token files."""
     model = own_settings(model.get("mixers", [])) | model
-    config = Config.model_validate(merged(TINY, {"model": model, "data": {"dir": str(folder / "no-data"), **(data or {})}}))
+    data = {"dir": str(folder / "no-data")} | (data or {})
+    config = Config.model_validate(merged(TINY, {"model": model, "data": data}))
     torch.manual_seed(seed)
     weights = {name: p.detach().clone() for name, p in build_model(config.model).named_parameters()}
     folder.mkdir(exist_ok=True)

@@ -63,8 +63,8 @@ TINY = SUITES | {
 LEADING_IDEAS = ("lmm/omega-16", "lmm/omega-4")
 """The later ideas ahead of LMM and MAC on the tiny study's text: they have a second seed."""
 LARGER_RATED = ("mamba2", "gated_deltanet", "ttt_mlp")
-"""Models whose larger form is trained at the best of the learning rates that it tried itself; those of other models have
-the small model's rate."""
+"""Models whose larger form is trained at the best of the learning rates that it tried itself; the larger forms of other
+models have the small model's rate."""
 ABLATIONS = (
     *(Row(model) for model in TITANS), Row("lmm", "depth-1"), Row("lmm", "no-conv"), Row("lmm", "no-momentum"),
     Row("lmm", "no-forgetting"), Row("lmm", "no-persistent"),
@@ -234,8 +234,8 @@ def _scaling(size: str) -> Study:
                                               "evaluation.perplexity.length=65536"))  # fmt: skip
     columns = (*_text_columns()[:2], Column("to 64K", "longer", measures.text_loss))
     own = ", ".join(Row(model).name for model in LARGER_RATED)
-    note = ("All rows of a model have its learning rate, chosen on a tenth of the tokens of its first row. Only the larger "
-            f"models of {own} chose theirs on a tenth of their own.")  # fmt: skip
+    note = ("All rows of a model have its learning rate, chosen on a tenth of the tokens of its first row. Only the "
+            f"larger models of {own} chose theirs on a tenth of their own.")  # fmt: skip
     return Study("scaling", "Does the order last: more tokens, larger models", size, rows, columns,
                  (*_measures(size, "text", "long"), longer), size, note, seeds={row.key: (0, 1) for row in rows},
                  pictures=(pictures.training, partial(pictures.positions, measure="longer")))  # fmt: skip

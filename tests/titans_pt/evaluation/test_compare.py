@@ -90,7 +90,7 @@ def test_a_run_whose_task_lacks_the_suite_is_not_sent_to_it(tmp_path):
     run = tmp_path / "run"
     run.mkdir()
     (run / "config.yaml").write_text(resolved_yaml(load_config("recall")))
-    with pytest.raises(UserError, match="run: a run of task=recall has no babilong suite, only recall; leave --task out$"):
+    with pytest.raises(UserError, match="a run of task=recall has no babilong suite, only recall; leave --task out$"):
         compare_task([run], "qa1", tmp_path / "c.png")
 
 

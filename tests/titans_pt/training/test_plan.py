@@ -133,7 +133,8 @@ def test_serial_kernels_that_leave_a_gpu_idle_are_told(ranks, told):
 
 
 @pytest.mark.parametrize(("here", "told"), [
-    (None, ""), ("8", ""), ("4", ""), ("2", "tensor=4 ranks span nodes of 2 processes.*; parallel.tensor=2 stays inside"),
+    (None, ""), ("8", ""), ("4", ""),
+    ("2", "parallel.tensor=4 ranks span nodes of 2 processes.*; parallel.tensor=2 stays inside"),
     ("6", "parallel.tensor=4 ranks span nodes of 6 processes.*; parallel.tensor=2 stays inside"),
 ])  # fmt: skip
 def test_tensor_groups_that_span_nodes_are_told(config, monkeypatch, here, told):
