@@ -233,9 +233,11 @@ def _by_length(folder: RunFolder, task: str, step: int | None) -> tuple[int, lis
     if owner is None:
         names = ", ".join(name for tasks in _SUITES.values() for name in tasks)
         raise UserError(f"--task: given {task!r}; allowed: {names}")
-    if folder.config.is_file() and owner not in (suites := task_of(config := load_stored(folder.config)).suites):
-        raise UserError(f"{folder.path}: a run of task={config.task} has no {owner} suite, only {', '.join(suites)}; "
-                        "leave --task out")  # fmt: skip
+    if folder.config.is_file():
+        run = task_of(load_stored(folder.config))
+        if owner not in run.suites:
+            raise UserError(f"{folder.path}: a run of task={run.config.task} has no {owner} suite, only "
+                            f"{', '.join(run.suites)}; leave --task out")  # fmt: skip
     asked = f"--suite {owner} {shlex.quote(f'evaluation.{owner}.tasks=[{task}]')}"
     asked += f" --checkpoint {step}" if step is not None else ""
     raise UserError(f"{folder.path}: holds no results of {task}; make them with: {_again(folder)} {asked}")

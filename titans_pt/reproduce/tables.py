@@ -206,7 +206,7 @@ def tenths(runs: Sequence[Run], records: Records) -> Table | None:
     table = Table(["model", "learning rates", "after the probe", "after the whole run", "same best", "same order"])
     first_seeds: dict[Row, Run] = {}
     for run in runs:
-        if run.choice and (run.model, run.variant) == (run.choice.row.model, run.choice.row.variant):
+        if run.choice and run.choice.row == Row(run.model, run.variant):
             first_seeds.setdefault(run.choice.row, run)
     for row, run in first_seeds.items():
         losses: dict[float, list[float]] = {}

@@ -38,12 +38,12 @@ def local_batch(config: Config, data_size: int) -> tuple[int, int]:
     seq_len, tokens = config.data.seq_len, config.train.batch_tokens
     samples = tokens // seq_len
     if samples % data_size:
-        few = math.gcd(samples, data_size)
         message = (
             f"train.batch_tokens: given {tokens} = {samples} samples of data.seq_len={seq_len}; must be a multiple of "
             f"{data_size} data ranks x {seq_len}, e.g. {-(-samples // data_size) * data_size * seq_len}"
         )
         if samples < data_size:
+            few = math.gcd(samples, data_size)
             message += (
                 f"; {few} data ranks can share this batch: start fewer processes, or raise parallel.tensor or "
                 f"parallel.context {data_size // few}-fold"
